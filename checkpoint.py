@@ -1,0 +1,150 @@
+"""Hugging Face folders in and out: each rank reads only its slices, and no rank ever holds the whole model.
+
+    python checkpoint.py --gguf FILE --out FOLDER      # a GGUF file to a plain folder, through transformers' own loader
+
+A folder is config.json, tokenizer files, and safetensors in one file or sharded with an index. For a 70B on 40 shards a rank reads
+7 GB of 282 (fp32 masters); saving streams one parameter at a time through rank 0, which holds at most one 4 GB file.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from config import ConfigError
+
+MAX_FILE_BYTES = 4 << 30
+# What a folder holds besides weights; copied as they are when a trained model is saved.
+SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+              "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja")
+
+
+class WeightFolder:
+    """The safetensors of a folder, opened lazily; gives row slices by parameter name."""
+
+    def __init__(self, path: str):
+        folder = Path(path)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(file.name for file in folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"`model.path` = {path!r}: no .safetensors there; set model.init=random to start from noise")
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"`model.path` = {path!r}: the index names {missing[0]}, which is not there")
+        self._stack = ExitStack()
+        self._file_of = {}
+        for name in files:
+            opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._file_of[name].get_slice(name)[first:last]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: bool) -> None:
+    """Every tensor of the folder belongs to the model and the other way round. Raises ConfigError naming the first that does not.
+
+    A tied head may be stored or not; if it is, it must be the embedding's equal, or the folder is not what its config says.
+    """
+    stored = {name for name in folder.names() if not name.endswith("rotary_emb.inv_freq")}  # a buffer of old exports
+    if tied and "lm_head.weight" in stored:
+        stored.remove("lm_head.weight")
+        rows = folder.shape("lm_head.weight")[0]
+        for first in range(0, rows, 8192):
+            head, embedding = (folder.rows(name, first, first + 8192) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+            if not torch.equal(head, embedding):
+                raise ConfigError("config.json ties lm_head.weight to model.embed_tokens.weight, but the stored tensors differ; "
+                                  "set tie_word_embeddings to false")
+    for name in sorted(stored ^ shapes.keys()):
+        where = "folder" if name in stored else "model"
+        raise ConfigError(f"tensor {name} is in the {where} only; config.json does not fit the weights")
+    for name, shape in sorted(shapes.items()):
+        if folder.shape(name) != shape:
+            raise ConfigError(f"tensor {name} has shape {folder.shape(name)} in the folder, {shape} by config.json")
+
+
+def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write `tensors` (name, full value) as a folder that transformers loads, with the side files of `source`.
+
+    Written beside and renamed: a folder of that name is either complete or absent.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in SIDE_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, partial / name)
+    parts: list[dict[str, Tensor]] = [{}]
+    weight_map, filled, total = {}, 0, 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and filled + size > MAX_FILE_BYTES:
+            save_file(parts[-1], partial / f"part-{len(parts)}.safetensors", {"format": "pt"})
+            parts[-1] = {}
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor.contiguous().cpu()
+        weight_map[name] = len(parts)
+        filled, total, dtype = filled + size, total + size, tensor.dtype
+    save_file(parts[-1], partial / f"part-{len(parts)}.safetensors", {"format": "pt"})
+    names = {number: f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)}
+    if len(parts) == 1:
+        names = {1: "model.safetensors"}
+    for number, name in names.items():
+        (partial / f"part-{number}.safetensors").rename(partial / name)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in weight_map.items()}}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    described = json.loads((partial / "config.json").read_text())
+    described.pop("dtype", None)
+    described["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(described, indent=2))
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def convert_gguf(file: str, out: str) -> None:
+    """Dequantise a GGUF file into a plain fp32 folder, by transformers' loader (needs the `gguf` package)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"--gguf {file}: no such file")
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32,
+                                                 quantization_config=GgufConfig(dequantize=True))
+    model.hf_quantizer = None  # otherwise save_pretrained refuses: the weights are plain fp32 now
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Convert a GGUF file to a Hugging Face folder.")
+    parser.add_argument("--gguf", required=True, help="the .gguf file")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    arguments = parser.parse_args()
+    convert_gguf(arguments.gguf, arguments.out)
+    print(f"wrote {arguments.out}")

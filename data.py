@@ -1,0 +1,166 @@
+"""Prompts: rows from a file, encoded once, drawn in a reproducible order with a cursor.
+
+Token ids go in and token ids come out: text exists only here, around grading, and in logs. A plain string prompt is encoded as
+the tokenizer would (with its BOS, once); a list of {role, content} messages goes through the chat template, which brings its own
+special tokens.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from config import ConfigError, Data
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row: its token ids, what is handed to the reward function, and its number in the data."""
+    ids: list[int]
+    prompt: str | list[dict]
+    columns: dict
+    row: int
+
+
+def load_rows(path: str, split: str, field: str) -> list[dict]:
+    """Rows of a .jsonl/.parquet file, a saved `datasets` folder, or a hub data set. Raises ConfigError naming `field`."""
+    file = Path(path)
+    if file.suffix == ".jsonl":
+        if not file.is_file():
+            raise ConfigError(f"`{field}` = {path!r}: no such file")
+        rows = []
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"`{field}` = {path!r}: line {number} is not JSON ({error})") from None
+        return rows
+    import datasets  # slow to import, and not needed for JSON lines
+    try:
+        if file.suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files=str(file), split="train").to_list()
+        found = datasets.load_from_disk(path) if file.is_dir() else datasets.load_dataset(path)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        raise ConfigError(f"`{field}` = {path!r}: {type(error).__name__}: {error}") from None
+    if isinstance(found, dict):
+        if split not in found:
+            raise ConfigError(f"`{field}` = {path!r} has the splits {sorted(found)}, not {split!r}; set the split")
+        found = found[split]
+    return found.to_list()
+
+
+class Encoder:
+    """A tokenizer with the few answers that the rest needs: prompt ids, response text, the ids that end a response."""
+
+    def __init__(self, folder: str, stop: tuple[str, ...]):
+        from transformers import AutoTokenizer  # slow to import: only ranks that need text pay for it
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"`model.path` = {folder!r}: no usable tokenizer there ({error})") from None
+        self.vocab = len(self.tokenizer)
+        self.stop_ids = frozenset(self._eos_ids(Path(folder)) | {self._stop_id(text) for text in stop})
+        if not self.stop_ids:
+            raise ConfigError(f"`model.path` = {folder!r}: no eos token is known there; name a `rollout.stop` string")
+
+    def _eos_ids(self, folder: Path) -> set[int]:
+        found = {self.tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):  # Llama-3 Instruct ends turns with an id only named here
+            file = folder / name
+            eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+            found |= set(eos) if isinstance(eos, list) else {eos}
+        return {eos for eos in found if eos is not None}
+
+    def _stop_id(self, text: str) -> int:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"`rollout.stop` = {text!r} is {len(ids)} tokens of this tokenizer; a stop string must be one")
+        return ids[0]
+
+    def encode(self, prompt: str | list[dict]) -> list[int]:
+        """Token ids of a prompt, with at most one BOS. Raises ConfigError for messages without a chat template."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif self.tokenizer.chat_template is None:
+            raise ConfigError("`data.prompt_column` holds messages, but the tokenizer has no chat template; "
+                              "use a column with plain strings, which are encoded as they are")
+        else:
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        bos = self.tokenizer.bos_token_id
+        while len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
+            ids = ids[1:]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class Prompts:
+    """An endless, shuffled walk over the rows. `cursor` counts the rows drawn: the same seed and cursor give the same prompt."""
+
+    def __init__(self, rows: list[dict], data: Data, encoder: Encoder, seed: int):
+        if not rows:
+            raise ConfigError(f"`data.path` = {data.path!r} has no rows")
+        self.rows, self.data, self.encoder, self.seed = rows, data, encoder, seed
+        self.cursor = self.skipped = 0
+        self._epoch, self._order = -1, []
+
+    def draw(self) -> Prompt:
+        """The next prompt that fits `max_prompt_tokens`. Raises ConfigError if a whole epoch has none, or a row is malformed."""
+        for _ in range(len(self.rows)):
+            epoch, place = divmod(self.cursor, len(self.rows))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self.rows)))
+                if self.data.shuffle:
+                    random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self.cursor += 1
+            prompt = self.encode(self._order[place])
+            if len(prompt.ids) <= self.data.max_prompt_tokens:
+                return prompt
+            self.skipped += 1
+        raise ConfigError(f"`data.max_prompt_tokens` = {self.data.max_prompt_tokens}: every row's prompt is longer; raise it")
+
+    def encode(self, row: int) -> Prompt:
+        """Row number `row` as a Prompt. Raises ConfigError if it has no usable prompt."""
+        columns = dict(self.rows[row])
+        prompt = columns.pop(self.data.prompt_column, None)
+        if not prompt or not isinstance(prompt, str | list):
+            raise ConfigError(f"`data.prompt_column` = {self.data.prompt_column!r}: row {row} of {self.data.path!r} has no "
+                              f"prompt there (its columns: {', '.join(self.rows[row])})")
+        return Prompt(self.encoder.encode(prompt), prompt, columns, row)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A finished sample: token ids as sampled, with the engine's logprob and weight version of each response token."""
+    tokens: list[int]  # prompt first
+    num_prompt: int
+    logprobs: list[float]
+    versions: list[int]
+
+
+def pack_group(rollouts: list[Rollout]) -> bytes:
+    """A group's samples as safetensors bytes; fp32 logprobs survive bit for bit."""
+    flat = {
+        "tokens": np.array([token for rollout in rollouts for token in rollout.tokens], np.int32),
+        "logprobs": np.array([logprob for rollout in rollouts for logprob in rollout.logprobs], np.float32),
+        "versions": np.array([version for rollout in rollouts for version in rollout.versions], np.int32),
+        "sizes": np.array([(len(rollout.tokens), rollout.num_prompt) for rollout in rollouts], np.int32).reshape(-1, 2),
+    }
+    return save(flat)
+
+
+def unpack_group(data: bytes) -> list[Rollout]:
+    """Inverse of `pack_group`."""
+    flat = load(data)
+    rollouts, token, generated = [], 0, 0
+    for size, num_prompt in flat["sizes"].tolist():
+        responses = slice(generated, generated + size - num_prompt)
+        rollouts.append(Rollout(flat["tokens"][token:token + size].tolist(), num_prompt,
+                                flat["logprobs"][responses].tolist(), flat["versions"][responses].tolist()))
+        token, generated = token + size, responses.stop
+    return rollouts

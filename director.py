@@ -1,0 +1,271 @@
+"""Rank 0's decisions: which prompts leave, which samples train where, and what is written down. Computes nothing heavy.
+
+The director lets prompt groups out through the release gate, hands each to the actor with the fewest out, and takes back *headers*
+(rewards, lengths, the oldest version). From them alone it forms advantages, loss weights from the step's global counts, and each
+learner rank's micro-batches; the tokens themselves stay in the store until the learner that needs them fetches them. Groups are
+put in order by their id before anything is computed, so nothing depends on which actor was faster.
+"""
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from actor import measure_copy_bandwidth
+from checkpoint import save_hf
+from config import Config, to_yaml
+from data import Prompt, Prompts, Rollout
+from learner import Learner, measure_matmul_flops, plan_micro_batches
+from ledger import RunFolder, merge_accounts, step_line
+from losses import group_advantages, token_weight
+from scheduler import ReleaseGate
+from sync import Channel, Grid
+
+PROMPTS_A_MESSAGE = 64  # keeps a message far under the store's 8 MiB
+
+
+class Director:
+    """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
+
+    def __init__(self, config: Config, channel: Channel, prompts: Prompts, held_out: list[Prompt], link_gb_s: float):
+        self.config, self.channel, self.grid = config, channel, Grid.of(config)
+        self.prompts, self.held_out, self.encoder = prompts, held_out, prompts.encoder
+        self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
+        self.next_group = 0
+        self.out = Counter(dict.fromkeys(self.grid.actor_ranks, 0))  # groups at each actor
+        self.headers: dict[int, dict] = {}
+        self.folder = RunFolder(config.run_dir)
+        self.bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty(), leave=False)
+        if self.folder.moved:
+            self.note(f"{config.run_dir} existed: moved to {self.folder.moved}")
+        text, origin = to_yaml(config), provenance()
+        self.folder.write_config(text, origin)
+        self.note("\n".join([text, *(f"{name}: {value}" for name, value in origin.items())]))
+        self.trackers = open_trackers(config)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.bounds = {"flops": measure_matmul_flops(getattr(torch, config.model.dtype), device),
+                       "bandwidth": measure_copy_bandwidth(device), "link": link_gb_s}
+        self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
+                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {link_gb_s:.2f} GB/s")
+        self.clock = time.perf_counter()
+
+    def note(self, text: str) -> None:
+        self.bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def started(self, publish: dict[str, float]) -> None:
+        """Version 0 is live on all actors: drop their accounts of the start-up, and start the step clock."""
+        for _ in self.grid.actor_ranks:
+            self.channel.wait("accounts", "the actors to come up")
+        self.note(f"version 0 published and proved in {publish['total']:.2f} s")
+        self.clock = time.perf_counter()
+
+    def gather(self) -> None:
+        """Release what the gate lets out, wait until the current step's groups are back, and assign their samples."""
+        self.release()
+        if self.config.eval.every and self.gate.version % self.config.eval.every == 0:
+            self.evaluate()
+        self.collect(self.gate.ready, f"the groups of step {self.gate.version}")
+        config, entries, lengths = self.config, [], []
+        headers = {group: self.headers[group] for group in self.gate.groups()}
+        oldest = min(header["oldest"] for header in headers.values())
+        assert self.gate.version - oldest <= config.max_staleness, f"step {self.gate.version} got tokens of version {oldest}"
+        scored = [(group, number) for group, header in headers.items()
+                  for number, reward in enumerate(header["rewards"]) if reward is not None]
+        tokens = sum(headers[group]["lengths"][number][1] for group, number in scored)
+        for group, header in headers.items():
+            advantages = group_advantages(header["rewards"], config.algorithm.advantage_std)
+            for number, (length, generated) in enumerate(header["lengths"]):
+                if header["rewards"][number] is not None and generated:
+                    weight = token_weight(config.algorithm.loss_mean, generated, tokens, len(scored), config.rollout.max_new_tokens)
+                    entries.append([group, number, advantages[number], weight])
+                    lengths.append(length)
+        if not entries:
+            self.note(f"warning: no sample of step {self.gate.version} has a reward; the step trains on nothing")
+        plan = plan_micro_batches(lengths, self.grid.learners, config.learner.max_tokens_per_micro_batch)
+        for rank, batches in enumerate(plan):
+            self.channel.push(f"work/{rank}", {"micro_batches": [[entries[index] for index in batch] for batch in batches]})
+
+    def release(self) -> None:
+        rollout, messages = self.config.rollout, []
+        for step in self.gate.due():
+            self.gate.release(self.next_group, step)
+            min_version = max(0, step - self.config.max_staleness)
+            messages.append(prompt_message(self.next_group, self.prompts.draw(), min_version)
+                            | {"samples": rollout.samples_per_prompt, "temperature": rollout.temperature})
+            self.next_group += 1
+        self.send_prompts(messages)
+
+    def send_prompts(self, messages: list[dict]) -> None:
+        """Each to the actor with the fewest groups out, one message an actor."""
+        parcels: dict[int, list[dict]] = {}
+        for message in messages:
+            actor = min(self.out, key=lambda rank: (self.out[rank], rank))
+            self.out[actor] += 1
+            parcels.setdefault(actor, []).append(message)
+        for actor, prompts in parcels.items():
+            for start in range(0, len(prompts), PROMPTS_A_MESSAGE):
+                self.channel.push(f"control/{actor}", {"kind": "prompts", "prompts": prompts[start:start + PROMPTS_A_MESSAGE]})
+
+    def collect(self, enough: Callable[[], bool], what: str) -> None:
+        """Take headers until `enough()`. Raises TimeoutError at the generation limit."""
+        deadline = time.monotonic() + self.config.rollout.generation_timeout_s
+        while not enough():
+            headers = self.channel.pop("headers")
+            if headers is None and time.monotonic() > deadline:
+                raise TimeoutError(f"{what} took longer than rollout.generation_timeout_s = "
+                                   f"{self.config.rollout.generation_timeout_s:g}")
+            for header in headers or []:
+                self.take(header)
+            if not headers:
+                time.sleep(5e-4)
+
+    def take(self, header: dict) -> None:
+        """A finished group has come back."""
+        group = header["group"]
+        self.headers[group] = header
+        self.out[header["rank"]] -= 1
+        if header["error"]:
+            self.note(f"warning: group {group} (row {header['row']}) is unscored: {header['error'].strip()}")
+        if group >= 0:
+            scored = any(reward is not None for reward in header["rewards"])
+            self.gate.arrive(group, "trained" if scored else "unscored")
+
+    def evaluate(self) -> None:
+        """Greedy samples of the held-out prompts under the current version; training's random numbers are not touched."""
+        groups = [-1 - number for number in range(len(self.held_out))]  # training's ids start at 0
+        self.send_prompts([prompt_message(group, prompt, self.gate.version) | {"samples": 1, "temperature": 0.0}
+                           for group, prompt in zip(groups, self.held_out, strict=True)])
+        self.collect(lambda: all(group in self.headers for group in groups), "the evaluation")
+        headers = [self.headers.pop(group) for group in groups]
+        rewards = [header["rewards"][0] for header in headers if header["rewards"][0] is not None]
+        row = {"version": self.gate.version, "reward": sum(rewards) / len(rewards) if rewards else None, "prompts": len(headers),
+               "unscored": len(headers) - len(rewards),
+               "response_len": sum(header["lengths"][0][1] for header in headers) / len(headers)}
+        self.folder.append("eval.jsonl", [row])
+        self.track({f"eval/{name}": value for name, value in row.items()})
+        reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
+        self.note(f"evaluation at version {row['version']}: reward {reward} on {len(rewards)} held-out prompts, greedy")
+
+    def finish(self, mine: list, rollouts: dict[int, list[Rollout]]) -> None:
+        """After the publication: books closed, one line, one row; `mine` are the entries rank 0 trained on."""
+        step, groups = self.gate.version, self.gate.train()
+        headers = [self.headers[group] for group in groups]
+        reports = sorted((self.channel.wait("reports", "all learners to report") for _ in range(self.grid.learners)),
+                         key=lambda report: report["rank"])
+        accounts = [self.channel.wait("accounts", "all actors to report") for _ in self.grid.actor_ranks]
+        now, before = time.perf_counter(), self.clock
+        self.clock = now
+        row = step_row(step, now - before, headers, reports, accounts)
+        self.folder.append("metrics.jsonl", [row])
+        self.track(row)
+        for member, role in [*((report, "learner") for report in reports), *((account, "actor") for account in accounts)]:
+            self.folder.trace(member["rank"], role, member["events"])
+        self.folder.append("rollouts.jsonl", self.logged_samples(step, mine, rollouts, reports[0]["train"]["sample_gaps"]))
+        for group in groups:
+            del self.headers[group]
+            self.channel.drop(f"payload/{group}")
+        self.note(step_line(row, self.config.steps, self.bounds))
+        self.bar.update()
+
+    def logged_samples(self, step: int, mine: list, rollouts: dict[int, list[Rollout]], gaps: list[float]) -> list[dict]:
+        """Rows for rollouts.jsonl: the first of rank 0's own samples, as text, with everything known about them."""
+        rows = []
+        for (group, number, advantage, _), gap in list(zip(mine, gaps, strict=True))[:self.config.log.samples_per_step]:
+            rollout, header = rollouts[group][number], self.headers[group]
+            parts = {name: part[number] for name, part in zip(self.config.reward.functions, header["parts"], strict=True)}
+            decode = self.encoder.tokenizer.decode
+            rows.append({"step": step, "group": group, "sample": number, "row": header["row"],
+                         "prompt": decode(rollout.tokens[:rollout.num_prompt]), "text": decode(rollout.tokens[rollout.num_prompt:]),
+                         "reward": header["rewards"][number], "reward_parts": parts, "advantage": advantage,
+                         "finish_reason": header["reasons"][number], "versions": rollout.versions, "logprob_gap_max": gap})
+        return rows
+
+    def track(self, values: dict) -> None:
+        for tracker in self.trackers:
+            tracker.log({name: value for name, value in values.items() if value is not None}, step=self.gate.version)
+
+    def close(self, learner: Learner) -> None:
+        """Evaluate what was trained, save it as a Hugging Face folder, and close the books."""
+        if self.config.eval.every:
+            self.evaluate()
+        folder = Path(self.config.run_dir) / "model"
+        save_hf(folder, self.config.model.path, learner.full_tensors())
+        self.note(f"trained model saved to {folder}; metrics, samples, trace and plots in {self.config.run_dir}")
+        for tracker in self.trackers:
+            tracker.finish()
+        self.folder.close()
+        self.bar.close()
+
+
+def prompt_message(group: int, prompt: Prompt, min_version: int) -> dict:
+    return {"group": group, "ids": prompt.ids, "prompt": prompt.prompt, "columns": prompt.columns, "row": prompt.row,
+            "min_version": min_version}
+
+
+def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict], accounts: list[dict]) -> dict:
+    """The step's object for metrics.jsonl, from what the actors said of its groups and all ranks of their time."""
+    rewards = [reward for header in headers for reward in header["rewards"]]
+    scored = [reward for reward in rewards if reward is not None]
+    generated = [length for header in headers for _, length in header["lengths"]]
+    reasons = [reason for header in headers for reason in header["reasons"]]
+    parts = [report["train"] for report in reports]
+    tokens = max(1.0, sum(part["tokens"] for part in parts))
+
+    def mean(name: str) -> float:
+        return sum(part[name] for part in parts) / tokens
+
+    publish = reports[0]["publish"]
+    times = merge_accounts([report["account"] for report in reports], "learner")
+    times |= merge_accounts([account["account"] for account in accounts], "actor")
+    computing = sum(times.get(f"t_learner_{kind}", 0.0) for kind in ("forward", "backward", "optimizer"))
+    decode_seconds = sum(account["decode_seconds"] for account in accounts)
+    return {
+        "step": step, "version": step + 1, "reward": sum(scored) / len(scored) if scored else None,
+        "kl": mean("kl"), "entropy": mean("entropy"), "logprob_gap_max": max(part["gap_max"] for part in parts),
+        "logprob_gap_mean": mean("gap"), "response_len": sum(generated) / len(generated),
+        "truncated": reasons.count("length") / len(reasons),
+        "staleness_max": max(step - header["oldest"] for header in headers),
+        "unscored": len(rewards) - len(scored),
+        "zero_variance": sum(len(set(header["rewards"])) == 1 for header in headers) / len(headers),
+        "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
+        "lr": parts[0]["lr"], "trained_tokens": int(tokens),
+        "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
+        "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
+        "decode_bytes_per_s": sum(account["decode_bytes"] for account in accounts) / max(decode_seconds, 1e-9),
+        "publish_s": publish["total"], "publish_gb_s": publish["bytes"] / publish["total"] / 1e9,
+        "publish_wire_gb_s": publish["bytes"] / max(publish["wire"], 1e-9) / 1e9,
+        **{f"publish_{part}_s": publish.get(part, 0.0) for part in ("wait", "cast", "wire", "write", "verify")},
+        **times,
+    }
+
+
+def open_trackers(config: Config) -> list:
+    """The configured trackers, through accelerate."""
+    from accelerate.tracking import TensorBoardTracker, WandBTracker  # slow to import, and needed on rank 0 only
+    kinds = {"tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=config.run_dir),
+             "wandb": lambda: WandBTracker("seventy", dir=config.run_dir)}
+    trackers = [kinds[name]() for name in config.log.trackers]
+    for tracker in trackers:
+        tracker.start()
+    return trackers
+
+
+def provenance() -> dict[str, str]:
+    """What made this run: source revision (with `+` if files differ from it) and package versions."""
+    def git(*arguments: str) -> str:
+        try:
+            done = subprocess.run(["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            return ""
+        return done.stdout.strip()
+
+    revision = git("rev-parse", "--short", "HEAD") or "unknown"
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+    return {"revision": revision + ("+" if git("status", "--porcelain") else ""), "python": sys.version.split()[0], **versions}

@@ -1,0 +1,143 @@
+"""Causal attention over packed sequences (learner) and over paged keys and values (engine), CPU.
+
+    o[t] = sum_j softmax_j(q[t] . k[j] / sqrt(D)) v[j]      over j <= position(t), and j > position(t) - window if windowed
+
+Letters: T packed tokens, N sequences of one bucket, S queries of a sequence, J keys, H query heads, K KV heads, D head dim.
+
+Never padding on the learner: sequences of equal length are gathered into one call. The engine buckets requests by query length
+and by context rounded up to a power of two of key blocks, because a batch as ragged as a rollout would otherwise be padded to
+its longest.
+
+Exact mode uses `block_attention` everywhere: an online softmax over fixed blocks of 16 keys counted from position 0, masked
+keys contributing exact zeros, queries padded to a multiple of 4 rows. A row's bits then depend neither on how the prompt
+was chunked, nor on its batch mates, nor on prefill, decode or training being what computes it. SDPA gives no such promise: its
+decode differs from its prefill at almost every position.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import ROW_PAD
+
+KEY_BLOCK = 16  # keys of one step of the exact loop
+
+
+def block_attention(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int) -> Tensor:
+    """Attention with a fixed order of summation. S is a multiple of 4, J of 16; returns [N, S, H, D]."""
+    N, S, H, D = q_NSHD.shape
+    repeat = H // k_NJKD.shape[2]
+    q = (q_NSHD * D**-0.5).transpose(1, 2).contiguous()
+    k = k_NJKD.transpose(1, 2).repeat_interleave(repeat, 1)
+    v = v_NJKD.transpose(1, 2).repeat_interleave(repeat, 1)
+    largest = q.new_full((N, H, S, 1), -1e30)  # finite: a row whose first blocks are all masked keeps exp(0) = 1
+    total = q.new_zeros((N, H, S, 1))
+    out = torch.zeros_like(q)
+    for start in range(0, k.shape[2], KEY_BLOCK):
+        keys, values = k[:, :, start:start + KEY_BLOCK].contiguous(), v[:, :, start:start + KEY_BLOCK].contiguous()
+        j = torch.arange(start, start + KEY_BLOCK, device=q.device)
+        scores = (q @ keys.transpose(-1, -2)).masked_fill(~_visible(j, positions_NS, window)[:, None], -torch.inf)
+        new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
+        scale = torch.exp(largest - new_largest)
+        weights = torch.exp(scores - new_largest)
+        total = total * scale + weights.sum(-1, keepdim=True)
+        out = out * scale + weights @ values
+        largest = new_largest
+    return (out / total).transpose(1, 2)
+
+
+def _visible(j: Tensor, positions_NS: Tensor, window: int) -> Tensor:
+    visible = j <= positions_NS[..., None]
+    return visible & (j > positions_NS[..., None] - window) if window else visible
+
+
+def _pad_to(x: Tensor, dim: int, multiple: int) -> Tensor:
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def _attend(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int, exact: bool) -> Tensor:
+    """One bucket: S queries at `positions` against J keys at 0...J-1."""
+    S, J = q_NSHD.shape[1], k_NJKD.shape[1]
+    if exact:
+        padded = torch.cat([positions_NS, positions_NS[:, -1:].expand(-1, -S % ROW_PAD)], 1)
+        out = block_attention(_pad_to(q_NSHD, 1, ROW_PAD), _pad_to(k_NJKD, 1, KEY_BLOCK), _pad_to(v_NJKD, 1, KEY_BLOCK),
+                              padded, window)
+        return out[:, :S]
+    mask = _visible(torch.arange(J, device=q_NSHD.device), positions_NS, window)[:, None]
+    out = F.scaled_dot_product_attention(q_NSHD.transpose(1, 2), k_NJKD.transpose(1, 2), v_NJKD.transpose(1, 2),
+                                         attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+class PackedAttention:
+    """Attention within each of the packed sequences; rows behind the last one are padding and give zeros.
+
+    `lengths` are those of the sequences, in packing order; `positions` of their tokens start at 0.
+    """
+
+    def __init__(self, lengths: list[int], exact: bool, device: torch.device):
+        self.exact, self.total = exact, sum(lengths)
+        starts: dict[int, list[int]] = {}
+        start = 0
+        for length in lengths:
+            starts.setdefault(length, []).append(start)
+            start += length
+        self.buckets = [torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+                        for length, first in sorted(starts.items()) if length]
+        order = torch.cat([rows.flatten() for rows in self.buckets]) if self.buckets else torch.empty(0, dtype=torch.long)
+        self.inverse = torch.argsort(order)
+        self.positions = torch.cat([torch.arange(length, device=device) for length in lengths] or [order])
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
+        parts = []
+        for rows_NS in self.buckets:
+            q, k, v = q_THD[rows_NS], k_TKD[rows_NS], v_TKD[rows_NS]
+            if self.exact or window:
+                positions = torch.arange(rows_NS.shape[1], device=q.device).expand(rows_NS.shape)
+                out = _attend(q, k, v, positions, window, self.exact)
+            else:
+                out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                                     is_causal=True, enable_gqa=True).transpose(1, 2)
+            parts.append(out.flatten(0, 1))
+        padding = q_THD[self.total:] * 0  # keeps a graph from an empty micro-batch to its projections
+        if not parts:
+            return padding
+        return torch.cat([torch.cat(parts)[self.inverse], padding])
+
+
+def write_kv(cache_RKD: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
+    """cache[slots[t]] = new[t]; a slot of -1 (a padding row) writes nothing."""
+    kept = slots_T >= 0
+    cache_RKD[slots_T[kept]] = new_TKD[:len(slots_T)][kept]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Requests of one step with the same number of queries and about the same context."""
+    rows_NS: Tensor  # rows of the step's packed tokens
+    positions_NS: Tensor
+    slots_NJ: Tensor  # where keys 0...J-1 lie; beyond a request's context any valid slot
+
+
+class PagedAttention:
+    """Writes the step's keys and values into the cache, then attends over each request's blocks.
+
+    The cache is [layers, 2, slots, K, D]; slot = block x block_size + offset.
+    """
+
+    def __init__(self, cache: Tensor, slots_T: Tensor, buckets: list[Bucket], exact: bool):
+        self.cache, self.slots_T, self.buckets, self.exact = cache, slots_T, buckets, exact
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
+        keys, values = self.cache[layer]
+        write_kv(keys, k_TKD, self.slots_T)
+        write_kv(values, v_TKD, self.slots_T)
+        out = torch.zeros_like(q_THD)
+        for bucket in self.buckets:
+            part = _attend(q_THD[bucket.rows_NS], keys[bucket.slots_NJ], values[bucket.slots_NJ],
+                           bucket.positions_NS, window, self.exact)
+            out[bucket.rows_NS.flatten()] = part.flatten(0, 1)
+        return out

@@ -1,0 +1,183 @@
+"""One decoder-only transformer for engine and learner: Llama 3, Qwen2.5, Qwen3, Mistral, SmolLM2.
+
+Both sides run this same code, which is what makes their logprobs agree; they differ in the `attend` callable that they pass in
+(packed sequences for training, paged keys and values for rollouts, see kernels/attention.py). There is no batch dimension: the
+input is T tokens of any number of sequences, one behind the other, and only `attend` knows where one ends.
+
+Parameter names are Hugging Face's, so a checkpoint needs no renaming. Nothing here knows about ranks.
+
+T packed tokens, E hidden, F ffn, H query heads, K KV heads, D head dim, V vocabulary.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels import ROW_PAD
+from kernels.logprob import chosen_logprobs, log_probs
+from shape import Shape
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]  # (q_THD, k_TKD, v_TKD, layer, window) -> o_THD
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, the statistics in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = x.float()
+        full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * full.to(x.dtype)
+
+
+def rope_tables(shape: Shape, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position, fp32 [T, 1, D]: bf16 tables lose whole positions beyond 256."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions_T.device).float() / shape.head_dim
+    inverse = 1.0 / shape.rope_theta**exponents
+    scaling = shape.rope_scaling
+    if scaling:  # Llama 3.1: wavelengths beyond the original context are stretched, short ones kept, a ramp between
+        wavelength = 2 * math.pi / inverse
+        low = scaling.original_max_position / scaling.low_freq_factor
+        high = scaling.original_max_position / scaling.high_freq_factor
+        ramp = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor)
+        stretched = inverse / scaling.factor
+        between = (1 - ramp) * stretched + ramp * inverse
+        inverse = torch.where(wavelength > low, stretched, torch.where(wavelength < high, inverse, between))
+    angles = positions_T[:, None].float() * inverse
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2), in fp32 (arXiv 2104.09864, Hugging Face's layout)."""
+    x = x_THD.float()
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x_THD.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        E, H, K, D = shape.hidden, shape.heads, shape.kv_heads, shape.head_dim
+        self.layer, self.window, self.head_dim = layer, shape.windows[layer], D
+        self.q_proj = nn.Linear(E, H * D, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(E, K * D, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(E, K * D, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(H * D, E, bias=shape.o_bias)
+        self.q_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else nn.Identity()
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        heads = (x_TE.shape[0], -1, self.head_dim)
+        q_THD = apply_rope(self.q_norm(self.q_proj(x_TE).view(heads)), cos, sin)
+        k_TKD = apply_rope(self.k_norm(self.k_proj(x_TE).view(heads)), cos, sin)
+        v_TKD = self.v_proj(x_TE).view(heads)
+        o_THD = attend(q_THD, k_TKD, v_TKD, self.layer, self.window)
+        return self.o_proj(o_THD.flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TE)) * self.up_proj(x_TE))
+
+
+class Layer(nn.Module):
+    """One block, and one FSDP unit. `recompute` drops its activations and computes them again in backward."""
+
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.self_attn = Attention(shape, layer)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.mlp = MLP(shape)
+        self.recompute = False
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            # Inside the module, so that FSDP gathers the weights once around both computations.
+            return checkpoint(self._forward, x_TE, cos, sin, attend, use_reentrant=False)
+        return self._forward(x_TE, cos, sin, attend)
+
+    def _forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), cos, sin, attend)
+        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        rows = ids_T.shape[0]
+        padding = (0, -rows % ROW_PAD)  # the GEMM's bits for 1-3 rows are not those for many
+        x_TE = self.embed_tokens(F.pad(ids_T, padding))
+        cos, sin = rope_tables(self.shape, F.pad(positions_T, padding))
+        for layer in self.layers:
+            x_TE = layer(x_TE, cos, sin, attend)
+        return self.norm(x_TE)[:rows]
+
+
+class Transformer(nn.Module):
+    """The model with its head. `vocab` is the tokenizer's size: rows of the head beyond it are never sampled or counted."""
+
+    def __init__(self, shape: Shape, vocab: int):
+        super().__init__()
+        assert vocab <= shape.vocab, f"tokenizer has {vocab} ids, the model only {shape.vocab}"
+        self.shape, self.vocab = shape, vocab
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head the embedding where the config ties them; `to_empty` and FSDP break the bond."""
+        if self.shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids_T: Tensor, attend: Attend, rows_R: Tensor, targets_R: Tensor, temperature: float,
+                chunk: int) -> tuple[Tensor, Tensor]:
+        """(logprob of `targets`, entropy) at the packed rows `rows_R`, fp32 [R]: the learner's one call."""
+        hidden_TE = self.model(ids_T, attend.positions, attend)
+        return chosen_logprobs(hidden_TE[rows_R], self.lm_head.weight, targets_R, temperature, self.vocab, chunk)
+
+    def next_log_probs(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_R: Tensor,
+                       temperature_R1: Tensor) -> Tensor:
+        """fp32 [R, V] log-probabilities of what follows the rows `rows_R`: the engine's one call."""
+        hidden_TE = self.model(ids_T, positions_T, attend)
+        return log_probs(hidden_TE[rows_R], self.lm_head.weight, temperature_R1, self.vocab)
+
+
+def init_tensor(name: str, size: torch.Size, shape: Shape, seed: int) -> Tensor:
+    """Initial fp32 value of one parameter, a function of its name and the seed alone: every rank can draw its own slice."""
+    if name.endswith("norm.weight"):
+        return torch.ones(size)
+    if name.endswith(".bias"):
+        return torch.zeros(size)
+    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    return torch.empty(size).normal_(0.0, shape.init_std, generator=generator)
+
+
+def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name and size of every parameter, a tied head once."""
+    with torch.device("meta"):
+        model = Transformer(shape, shape.vocab)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

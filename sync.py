@@ -1,0 +1,410 @@
+"""Ranks, groups, queues, and the publication of weights from learners to actors.
+
+Learners are ranks 0...L-1 (replicas x shards), actors the ranks after them (replicas x tp). Process groups carry weights and
+gradients only. Control, prompts and rollouts go through one TCPStore of our own on learner rank 0's host, keys prefixed by the
+restart count: JSON and safetensors bytes, never pickle, clear text without authentication - for private networks only.
+
+A publication, after every optimizer step and once at the start (actors never read policy weights from disk):
+
+    announced on the store -> each actor acknowledges at a step boundary -> when all have, every rank enters the broadcasts
+    -> bucket by bucket: cast | wire | write, two buckets in flight -> digests of the live tensors compared -> version v is live
+
+No rank ever holds the whole model on the learner's side. What lands where is transfer.py's plan.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from config import Config
+from transfer import Digest, Landing, Layout, Piece, Shapes, TransferPlan, make_plan, matrix, matrix_shape, shard_rows
+
+CHUNK = 4 << 20  # a TCPStore value above 8 MiB kills the connection
+LINK_PROBE_BYTES = 16 << 20
+
+
+class PublicationError(RuntimeError):
+    """Learner and actor do not hold the same weights; the message names the parameter."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which rank does what."""
+    replicas: int
+    shards: int
+    actors: int
+    tp: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Grid":
+        return cls(config.learner.replicas, config.learner.shards, config.actor.replicas, config.actor.tp)
+
+    @property
+    def learners(self) -> int:
+        return self.replicas * self.shards
+
+    @property
+    def actor_ranks(self) -> range:
+        return range(self.learners, self.learners + self.actors * self.tp)
+
+    def learner_rank(self, replica: int, shard: int) -> int:
+        return replica * self.shards + shard
+
+    def lane_ranks(self, lane: int) -> list[int]:
+        return [self.learners + replica * self.tp + lane for replica in range(self.actors)]
+
+
+def wait_until(ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll; raises TimeoutError naming what was waited for."""
+    deadline = time.monotonic() + timeout_s
+    pause = 2e-4
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 5e-3)
+
+
+class Channel:
+    """Named queues of small JSON messages, and chunked byte strings under a key, on one store."""
+
+    def __init__(self, store: dist.Store, timeout_s: float):
+        self.store, self.timeout_s = store, timeout_s
+
+    def push(self, queue: str, message: dict | list) -> None:
+        data = json.dumps(message).encode()
+        assert len(data) < 8 << 20, f"message of {len(data)} bytes for {queue}: payloads go through put()"
+        self.store.queue_push(queue, data)
+
+    def pop(self, queue: str) -> dict | None:
+        """The oldest message, or None at once if there is none."""
+        try:
+            return json.loads(self.store.queue_pop(queue, block=False))
+        except dist.QueueEmptyError:
+            return None
+
+    def wait(self, queue: str, what: str, timeout_s: float | None = None) -> dict:
+        """The oldest message, once there is one. Raises TimeoutError naming `what`."""
+        wait_until(lambda: self.store.queue_len(queue) > 0, timeout_s or self.timeout_s, what)
+        return json.loads(self.store.queue_pop(queue))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store bytes in chunks; the first one, with their number before it, is written last and makes them visible."""
+        later = range(CHUNK, len(data), CHUNK)
+        for number, start in enumerate(later, 1):
+            self.store.set(f"{key}/{number}", data[start:start + CHUNK])
+        self.store.set(key, b"%d " % len(later) + data[:CHUNK])
+
+    def fetch(self, key: str, what: str) -> bytes:
+        """Bytes under `key`; waits until they are complete. Raises TimeoutError naming `what`."""
+        wait_until(lambda: self.store.check([key]), self.timeout_s, what)
+        later, first = self.store.get(key).split(b" ", 1)
+        return first + b"".join(self.store.get(f"{key}/{number}") for number in range(1, int(later) + 1))
+
+    def drop(self, key: str) -> None:
+        for number in range(1, int(self.store.get(key).split(b" ", 1)[0]) + 1):
+            self.store.delete_key(f"{key}/{number}")
+        self.store.delete_key(key)
+
+    def count(self, key: str, more: int) -> int:
+        return self.store.add(key, more)
+
+
+def open_channel(rank: int, timeout_s: float) -> Channel:
+    """Connect every rank to a new store on rank 0's host; its port travels by a broadcast in the default group."""
+    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+    port = torch.tensor([store.port if store else 0])
+    dist.broadcast(port, 0)
+    store = store or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    return Channel(dist.PrefixStore(f"seventy/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), timeout_s)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Everything made of process groups. Other modules receive these and never make their own."""
+    mesh: DeviceMesh  # of the learners: (shard,) or (replicate, shard)
+    shard_group: dist.ProcessGroup | None  # this learner's copy of the model
+    streams: tuple[dist.ProcessGroup, ...]  # one a stream of the plan: its root and the actors of its lane
+
+
+def make_groups(grid: Grid, plan: TransferPlan, device: str, timeout_s: float) -> Groups:
+    """Every rank calls this once, with an equal plan: groups must be made by all ranks in one order."""
+    ranks = torch.arange(grid.learners).view(grid.replicas, grid.shards)
+    if grid.replicas == 1:
+        mesh = DeviceMesh(device, ranks[0], mesh_dim_names=("shard",))
+    else:
+        mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
+    streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
+                                   timeout=timedelta(seconds=timeout_s)) for stream in plan.streams)
+    learner = dist.get_rank() < grid.learners
+    return Groups(mesh, mesh.get_group("shard") if learner else None, streams)
+
+
+def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tuple[Layout, Shapes] | None) -> TransferPlan:
+    """Build the transfer plan from what both sides say, and check by a handshake that every rank built the same one.
+
+    `shapes` are this rank's parameters; `layout` is an actor's (layout, tensor shapes). Raises PublicationError on every rank,
+    naming the parameter, if names, shapes or the compute type differ anywhere.
+    """
+    grid, rank, dtype = Grid.of(config), dist.get_rank(), config.model.dtype
+    if rank == 0:
+        channel.put("plan/table", json.dumps([dtype, sorted(shapes.items())]).encode())
+    if rank in grid.actor_ranks and rank - grid.learners < grid.tp:
+        plain = {name: [[at.row0, at.row1, at.col0, at.col1, at.tensor, at.to_row, at.to_col] for at in places]
+                 for name, places in layout[0].items()}
+        channel.put(f"plan/layout/{rank - grid.learners}", json.dumps([plain, layout[1]]).encode())
+    their_dtype, table = json.loads(channel.fetch("plan/table", "the learner's parameter table"))
+    theirs = {name: tuple(shape) for name, shape in table}
+    different = next((name for name in sorted(theirs.keys() | shapes.keys()) if theirs.get(name) != shapes.get(name)), None)
+    verdict = ""
+    if different is not None:
+        verdict = (f"{different}: {theirs.get(different, 'missing')} on the learner, "
+                   f"{shapes.get(different, 'missing')} on rank {rank}")
+    elif their_dtype != dtype:
+        verdict = f"compute type {their_dtype} on the learner, {dtype} on rank {rank}"
+    else:
+        lanes = [json.loads(channel.fetch(f"plan/layout/{lane}", "the actors' layout")) for lane in range(grid.tp)]
+        layouts = tuple({name: tuple(Landing(*place) for place in places) for name, places in lane[0].items()} for lane in lanes)
+        targets = tuple({name: tuple(shape) for name, shape in lane[1].items()} for lane in lanes)
+        itemsize = getattr(torch, dtype).itemsize
+        limits = int(config.publish.bucket_mb * 1e6) // itemsize, config.publish.max_roots
+        plan = make_plan(theirs, layouts, targets, (grid.replicas, grid.shards), limits)
+        verdict = "plan " + plan.fingerprint()
+    channel.put(f"plan/verdict/{rank}", verdict.encode())
+    everyone = range(grid.learners + grid.actors * grid.tp)
+    verdicts = [channel.fetch(f"plan/verdict/{other}", f"rank {other} to build its plan").decode() for other in everyone]
+    if len(set(verdicts)) > 1 or not verdicts[0].startswith("plan "):
+        bad = next((text for text in verdicts if not text.startswith("plan ")), "ranks computed different transfer plans")
+        raise PublicationError(f"learner and actors do not fit together: {bad}")
+    return plan
+
+
+class Publisher:
+    """One rank's side of every publication: `send` on learners, `receive` on actors."""
+
+    def __init__(self, channel: Channel, plan: TransferPlan, groups: Groups, config: Config, device: torch.device):
+        self.channel, self.plan, self.groups = channel, plan, groups
+        self.grid, self.verify = Grid.of(config), config.publish.verify
+        self.rank, self.device, self.dtype = dist.get_rank(), device, getattr(torch, config.model.dtype)
+        self.names = sorted(plan.shapes)
+        self.digest = Digest(device)
+        self.bytes = sum(rows * columns for rows, columns in map(matrix_shape, plan.shapes.values())) * self.dtype.itemsize
+        self.serial = device.type == "cuda"  # two communicators in flight on one GPU can deadlock
+
+    # -- learner ------------------------------------------------------------------------------------------------------
+
+    def announce(self, version: int) -> None:
+        """Learner rank 0: ask every actor to come to a step boundary."""
+        for rank in self.grid.actor_ranks:
+            self.channel.push(f"control/{rank}", {"kind": "publish", "version": version})
+
+    def send(self, version: int, shards: dict[str, Tensor]) -> dict[str, float]:
+        """Send this learner's fp32 row shards as `version`; returns seconds by part, their `total`, and model `bytes`.
+
+        Raises PublicationError on rank 0 if the actors' live tensors are not the learner's.
+        """
+        start = time.perf_counter()
+        self._wait_for_actors(version)
+        seconds = {"wait": time.perf_counter() - start, "cast": 0.0, "wire": 0.0}
+        self._transfer_out({name: matrix(shard) for name, shard in shards.items()}, seconds)
+        if self.verify:
+            before = time.perf_counter()
+            self._report_shards(version, shards)
+            if self.rank == 0:
+                self._compare(version, seconds)
+            seconds["verify"] = time.perf_counter() - before
+        return seconds | {"total": time.perf_counter() - start, "bytes": self.bytes}
+
+    def _transfer_out(self, shards: dict[str, Tensor], seconds: dict[str, float]) -> None:
+        replica, me = divmod(self.rank, self.grid.shards)
+        mine = [(number, stream) for number, stream in enumerate(self.plan.streams) if stream.replica == replica]
+        flying: list = []
+        for turn in range(self.plan.rounds):
+            before = time.perf_counter()
+            buckets = {number: stream.buckets[turn] for number, stream in mine if turn < len(stream.buckets)}
+            filled = self._fill(buckets, shards, me)
+            seconds["cast"] += time.perf_counter() - before
+            before = time.perf_counter()
+            landed, flying = flying, [self._broadcast(number, buffer) for number, buffer in filled.items()]
+            self._wait(landed)
+            seconds["wire"] += time.perf_counter() - before
+        before = time.perf_counter()
+        self._wait(flying)
+        seconds["wire"] += time.perf_counter() - before
+
+    def _fill(self, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor], me: int) -> dict[int, Tensor]:
+        """The buckets of this turn whose root this rank is, cast and flattened; owners hand their parts to the roots first."""
+        roots = {number: self.plan.streams[number].root for number in buckets}
+        if not self.plan.hands_off:
+            return {number: self._cast(bucket, shards, me) for number, bucket in buckets.items() if roots[number] == me}
+
+        def owned(source: int, root: int) -> list[Piece]:
+            return [piece for number, bucket in buckets.items() if roots[number] == root
+                    for piece in bucket if piece.owner == source]
+
+        everyone = range(self.grid.shards)
+        outgoing = [owned(me, root) for root in everyone]
+        incoming = [owned(source, me) for source in everyone]
+        sent = torch.cat([self._cast(pieces, shards, me) for pieces in outgoing])
+        received = sent.new_empty(sum(piece.numel for pieces in incoming for piece in pieces))
+        sizes = [[sum(piece.numel for piece in pieces) for pieces in side] for side in (incoming, outgoing)]
+        dist.all_to_all_single(received, sent, *sizes, group=self.groups.shard_group)
+        arrived = [piece for pieces in incoming for piece in pieces]
+        parts = dict(zip(arrived, received.split([piece.numel for piece in arrived]), strict=True))
+        return {number: torch.cat([parts[piece] for piece in bucket]) for number, bucket in buckets.items() if roots[number] == me}
+
+    def _cast(self, pieces: tuple[Piece, ...] | list[Piece], shards: dict[str, Tensor], me: int) -> Tensor:
+        buffer = torch.empty(sum(piece.numel for piece in pieces), dtype=self.dtype, device=self.device)
+        done = 0
+        for piece in pieces:
+            at = piece.landing
+            first, _ = shard_rows(self.plan.shapes[piece.name][0], self.grid.shards, me)
+            source = shards[piece.name][at.row0 - first:at.row1 - first, at.col0:at.col1]
+            buffer[done:done + piece.numel].view(source.shape).copy_(source)
+            done += piece.numel
+        return buffer
+
+    def _report_shards(self, version: int, shards: dict[str, Tensor]) -> None:
+        _, me = divmod(self.rank, self.grid.shards)
+        digests = []
+        for name in self.names:
+            rows, columns = matrix_shape(self.plan.shapes[name])
+            cast = matrix(shards[name]).to(self.dtype) if shards[name].numel() else torch.empty(0, columns, dtype=self.dtype)
+            digests.append(self.digest(cast.contiguous(), shard_rows(rows, self.grid.shards, me)[0], 0, columns))
+        self.channel.push(f"digest/{version}", {"rank": self.rank, "digests": torch.stack(digests).tolist()})
+
+    def _compare(self, version: int, seconds: dict[str, float]) -> None:
+        """Learner rank 0: hold every actor's live digests against the learner's, and tell the actors the verdict."""
+        world = self.grid.learners + len(self.grid.actor_ranks)
+        reports = {}
+        for _ in range(world):
+            report = self.channel.wait(f"digest/{version}", "digests of the published weights")
+            reports[report["rank"]] = report
+        for part in ("wire", "write"):  # the slowest actor's: a sender is done when its socket has taken the bytes
+            seconds[part] = max(reports[rank][part] for rank in self.grid.actor_ranks)
+
+        def summed(ranks: list[int], index: int) -> int:
+            return sum(reports[rank]["digests"][index] for rank in ranks) % (1 << 64)
+
+        problems = []
+        for index, name in enumerate(self.names):
+            copies = [[self.grid.learner_rank(replica, shard) for shard in range(self.grid.shards)]
+                      for replica in range(self.grid.replicas)]
+            for first in range(self.grid.learners, world, self.grid.tp):
+                replica = list(range(first, first + self.grid.tp))
+                copies += [[rank] for rank in replica] if self.plan.replicated(name) else [replica]
+            wanted = summed(copies[0], index)
+            wrong = [ranks for ranks in copies if summed(ranks, index) != wanted]
+            problems += [f"{name} differs on rank {'+'.join(map(str, ranks))}" for ranks in wrong]
+        verdict = "; ".join(problems[:4])
+        self.channel.put(f"verdict/{version}", verdict.encode())
+        if self.channel.store.check([f"verdict/{version - 1}"]):
+            self.channel.drop(f"verdict/{version - 1}")
+        if verdict:
+            raise PublicationError(f"publication of version {version} is not what was sent: {verdict}")
+
+    # -- actor --------------------------------------------------------------------------------------------------------
+
+    def receive(self, version: int, tensors: dict[str, Tensor]) -> None:
+        """At a step boundary: overwrite the live `tensors` in place with `version`, and wait for the proof.
+
+        Raises PublicationError if the digests do not agree; the weights must not be used then.
+        """
+        self.channel.count(f"ack/{version}", 1)
+        self._wait_for_actors(version)
+        seconds = self._transfer_in(tensors)
+        if self.verify:
+            self._report_live(version, tensors, seconds)
+            verdict = self.channel.fetch(f"verdict/{version}", "the verdict on the published weights").decode()
+            if verdict:
+                raise PublicationError(f"publication of version {version} is not what was sent: {verdict}")
+
+    def _transfer_in(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        """Receive and write all buckets of this actor's lane; returns the seconds waiting for the wire and writing."""
+        lane = (self.rank - self.grid.learners) % self.grid.tp
+        mine = [(number, stream) for number, stream in enumerate(self.plan.streams) if stream.lane == lane]
+        live = {name: matrix(tensor) for name, tensor in tensors.items()}
+        flying: list[tuple[tuple[Piece, ...], Tensor, dist.Work]] = []
+        seconds = {"wire": 0.0, "write": 0.0}
+        for turn in range(self.plan.rounds + 1):
+            landed, flying = flying, []
+            for number, stream in mine:
+                if turn < len(stream.buckets):
+                    bucket = stream.buckets[turn]
+                    buffer = torch.empty(sum(piece.numel for piece in bucket), dtype=self.dtype, device=self.device)
+                    flying.append((bucket, *self._broadcast(number, buffer)))
+            for bucket, buffer, work in landed:
+                before = time.perf_counter()
+                work.wait()
+                arrived = time.perf_counter()
+                _write(bucket, buffer, live)
+                seconds["wire"] += arrived - before
+                seconds["write"] += time.perf_counter() - arrived
+        return seconds
+
+    def _report_live(self, version: int, tensors: dict[str, Tensor], seconds: dict[str, float]) -> None:
+        lane = (self.rank - self.grid.learners) % self.grid.tp
+        digests = []
+        for name in self.names:
+            columns = matrix_shape(self.plan.shapes[name])[1]
+            total = torch.zeros((), dtype=torch.int64, device=self.device)
+            for at in self.plan.layouts[lane][name]:
+                live = matrix(tensors[at.tensor])
+                held = live[at.to_row:at.to_row + at.row1 - at.row0, at.to_col:at.to_col + at.col1 - at.col0]
+                total += self.digest(held, at.row0, at.col0, columns)
+            digests.append(total)
+        self.channel.push(f"digest/{version}", {"rank": self.rank, "digests": torch.stack(digests).tolist(), **seconds})
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def _wait_for_actors(self, version: int) -> None:
+        """No rank enters a collective before every actor has come to its boundary."""
+        wait_until(lambda: self.channel.count(f"ack/{version}", 0) == len(self.grid.actor_ranks), self.channel.timeout_s,
+                   f"all actors to acknowledge version {version}")
+
+    def _broadcast(self, number: int, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+        stream = self.plan.streams[number]
+        root = self.grid.learner_rank(stream.replica, stream.root)
+        work = dist.broadcast(buffer, root, self.groups.streams[number], async_op=True)
+        if self.serial:
+            work.wait()
+        return buffer, work
+
+    def _wait(self, flying: list[tuple[Tensor, dist.Work]]) -> None:
+        for _, work in flying:
+            work.wait()
+
+    def measure_link(self) -> float:
+        """GB/s at which the streams carry plain buffers with nothing else going on: the bound of `publish_gb_s`.
+
+        Every rank takes part; the streams of a lane share a model's bytes (at most 16 MB), three times, the fastest counts.
+        """
+        probe = min(self.bytes, LINK_PROBE_BYTES)
+        share = -(-probe // sum(stream.lane == 0 for stream in self.plan.streams))
+        best = 0.0
+        for _ in range(3):
+            dist.barrier()
+            start = time.perf_counter()
+            self._wait([self._broadcast(number, torch.zeros(share, dtype=torch.uint8, device=self.device))
+                        for number, group in enumerate(self.groups.streams) if dist.get_rank(group) >= 0])
+            dist.barrier()  # until the last receiver has it
+            best = max(best, probe / (time.perf_counter() - start) / 1e9)
+        return best
+
+
+def _write(bucket: tuple[Piece, ...], buffer: Tensor, live: dict[str, Tensor]) -> None:
+    done = 0
+    for piece in bucket:
+        at = piece.landing
+        place = live[at.tensor][at.to_row:at.to_row + at.row1 - at.row0, at.to_col:at.to_col + at.col1 - at.col0]
+        place.copy_(buffer[done:done + piece.numel].view(place.shape))
+        done += piece.numel

@@ -1,0 +1,10 @@
+"""One thread per process: two ranks with two threads each on two cores crawl."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+torch.set_num_threads(1)

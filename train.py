@@ -1,0 +1,216 @@
+"""Who does what, when: the roles and the loop.
+
+    torchrun --nproc-per-node 2 train.py configs/toy.yaml [section.key=value ...]
+
+Ranks 0...L-1 learn, the others act (`placement=split`). Rank 0 also directs (director.py): it releases prompt groups through the
+gate, collects finished ones, assigns samples to learner ranks, and after each optimizer step announces the publication. At
+max_staleness 0 actors idle while the learner works and the other way round; at 1 the groups of step s + 1 are already out while
+step s trains. The loop is the same.
+
+    rank 0    release -> control/<actor>         <- headers            -> work/<learner>           announce -> control/<actor>
+    actor     admit, decode, grade, put payload, push header                                        receive, verify
+    learner                                         fetch payloads, forward, backward, optimizer    send, verify
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from actor import Engine
+from config import Config, ConfigError
+from config import main as parse
+from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
+from director import Director
+from learner import Learner, Sample
+from ledger import Ledger
+from model import parameter_shapes
+from reward import Grader, total
+from scheduler import Request
+from shape import check_exact, read_shape
+from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
+from transfer import same_layout
+
+
+def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publisher, grader: Grader) -> None:
+    """Decode what arrives, grade it beside, take new weights at step boundaries, until told to stop."""
+    channel, ledger, control = publisher.channel, engine.ledger, f"control/{publisher.rank}"
+    groups: dict[int, tuple[dict, list[Request]]] = {}  # group -> its prompt message, its finished samples
+    while True:
+        message, graded = channel.pop(control), grader.poll()
+        if not (message or graded or engine.scheduler.unfinished):
+            with ledger.span("wait_prompts"):
+                while not (message or graded):
+                    time.sleep(1e-3)
+                    message, graded = channel.pop(control), grader.poll()
+        if graded:
+            with ledger.span("send"):
+                channel.push("headers", [send_payload(config, channel, groups.pop(group), parts, error) | {"rank": publisher.rank}
+                                         for group, parts, error in graded])
+        if message is None:
+            for request in engine.step():
+                prompt, done = groups[request.group]
+                done.append(request)
+                if len(done) == prompt["samples"]:
+                    with ledger.span("send"):
+                        grade_group(encoder, grader, prompt, done)
+        elif message["kind"] == "prompts":
+            for prompt in message["prompts"]:
+                groups[prompt["group"]] = (prompt, [])
+                engine.scheduler.add([Request(prompt["group"], number, list(prompt["ids"]), config.rollout.max_new_tokens,
+                                              prompt["temperature"], encoder.stop_ids, prompt["min_version"])
+                                      for number in range(prompt["samples"])])
+        elif message["kind"] == "publish":
+            with ledger.span("publish"):
+                publisher.receive(message["version"], engine.weights())
+                engine.publish(message["version"])
+            ledger.beside("grading", grader.take_seconds())
+            channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
+                                      "decode_bytes": engine.decode_bytes, "decode_seconds": engine.decode_seconds})
+            engine.decode_bytes = engine.decode_seconds = 0.0
+        else:
+            return
+
+
+def grade_group(encoder: Encoder, grader: Grader, prompt: dict, done: list[Request]) -> None:
+    """Hand a finished group to the grading processes, as text and as the sampled ids."""
+    done.sort(key=lambda request: request.sample)
+    responses = [request.tokens[request.num_prompt:] for request in done]
+    texts = [encoder.decode(response) for response in responses]
+    if isinstance(prompt["prompt"], list):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    grader.submit(prompt, texts, responses)
+
+
+def send_payload(config: Config, channel: Channel, group: tuple[dict, list[Request]], parts: list, error: str) -> dict:
+    """Put a graded group's tokens into the store (training only) and return its header."""
+    prompt, done = group
+    if prompt["samples"] > 1:
+        channel.put(f"payload/{prompt['group']}", pack_group(
+            [Rollout(request.tokens, request.num_prompt, request.logprobs, request.versions) for request in done]))
+    return {
+        "group": prompt["group"], "row": prompt["row"], "parts": parts, "error": error,
+        "rewards": [total([part[number] for part in parts], config.reward.weights) for number in range(len(done))],
+        "lengths": [[len(request.tokens), request.num_generated] for request in done],
+        "oldest": min((version for request in done for version in request.versions), default=prompt["min_version"]),
+        "reasons": [request.finish_reason for request in done]}
+
+
+def run_learner(config: Config, learner: Learner, publisher: Publisher, director: Director | None) -> None:
+    """Train on what the director assigns, publish, report. Rank 0 has the director and acts for it in between."""
+    channel, rank = publisher.channel, publisher.rank
+    ledger = Ledger(config.log.trace)
+    patience = config.rollout.generation_timeout_s + config.collective_timeout_s
+    if director:
+        publisher.announce(0)
+    first = publisher.send(0, learner.shards())
+    if director:
+        director.started(first)
+    ledger.account()
+    for step in range(config.steps):
+        with ledger.span("wait_rollouts"):
+            if director:
+                director.gather()
+            batches = channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)["micro_batches"]
+            rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
+                        for group in sorted({entry[0] for batch in batches for entry in batch})}
+        report = {"rank": rank, "train": learner.train_step(
+            [[make_sample(rollouts, entry) for entry in batch] for batch in batches], step, ledger)}
+        with ledger.span("publish"):
+            if director:
+                publisher.announce(step + 1)
+            report["publish"] = publisher.send(step + 1, learner.shards())
+        channel.push("reports", report | {"account": ledger.account(), "events": ledger.events()})
+        if director:
+            director.finish([entry for batch in batches for entry in batch], rollouts)
+    if director:
+        director.close(learner)
+        for actor in publisher.grid.actor_ranks:
+            channel.push(f"control/{actor}", {"kind": "stop"})
+    else:
+        for _ in learner.full_tensors():  # rank 0 saves; gathering each tensor takes every learner
+            pass
+
+
+def make_sample(rollouts: dict[int, list[Rollout]], entry: list) -> Sample:
+    group, number, advantage, weight = entry
+    rollout = rollouts[group][number]
+    return Sample(rollout.tokens, rollout.num_prompt, rollout.logprobs, advantage, weight)
+
+
+
+def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
+    """Training prompts and the held-out ones. Raises ConfigError."""
+    prompts = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed)
+    if not config.eval.every:
+        return prompts, []
+    rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")
+    held_out = Prompts(rows, config.data, encoder, config.seed)
+    return prompts, [held_out.encode(row) for row in range(min(len(rows), config.eval.max_prompts))]
+
+
+def run(config: Config) -> None:
+    """One rank's whole life. Everything a user can get wrong is checked before the first process group."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world != config.world_size:
+        raise ConfigError(f"{world} ranks were started, but learner.replicas x learner.shards + actor.replicas x actor.tp = "
+                          f"{config.world_size}; run torchrun --nproc-per-node {config.world_size} train.py ...")
+    shape = read_shape(config.model.path)
+    check_exact(config, shape)
+    encoder = Encoder(config.model.path, config.rollout.stop)
+    if encoder.vocab > shape.vocab:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
+    grid = Grid.of(config)
+    prompts, held_out = load_prompts(config, encoder) if rank == 0 else (None, [])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    engine = grader = None
+    if rank in grid.actor_ranks:
+        engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace))
+        grader = Grader(config.reward)
+        grader.wait_ready()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=config.collective_timeout_s)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    channel = open_channel(rank, config.collective_timeout_s)
+    shapes = parameter_shapes(shape)
+    plan = agree_on_plan(channel, config, shapes, (same_layout(shapes), shapes) if engine else None)
+    groups = make_groups(grid, plan, device.type, config.collective_timeout_s)
+    publisher = Publisher(channel, plan, groups, config, device)
+    link_gb_s = publisher.measure_link()
+    if engine:
+        pool, longest = engine.scheduler.capacity, engine.full_length_sequences
+        print(f"rank {rank}: actor, KV pool of {pool} tokens = {longest} longest sequences", flush=True)
+        run_actor(config, engine, encoder, publisher, grader)
+        grader.close()
+    else:
+        learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
+        run_learner(config, learner, publisher, Director(config, channel, prompts, held_out, link_gb_s) if rank == 0 else None)
+    dist.barrier()  # rank 0 holds the store: it leaves last
+    dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 done, 1 the run failed (one line says why), 2 the config is wrong, 130 interrupted."""
+    config = parse(argv)
+    rank = int(os.environ.get("RANK", 0))
+    role = "learner" if rank < Grid.of(config).learners else "actor"
+    try:
+        run(config)
+    except ConfigError as error:
+        if rank in (0, Grid.of(config).learners):  # the first of each role speaks for all
+            print(f"config error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (PublicationError, TimeoutError) as error:
+        print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
