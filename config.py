@@ -12,20 +12,29 @@ silently dropped costs a whole run. `check()` then refuses combinations that can
 import dataclasses
 import difflib
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 _strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+def _number(value):
+    """YAML's yes and true are no numbers, though Python's True is 1."""
+    if isinstance(value, bool):
+        raise ValueError("input should be a number")
+    return value
+
+
+_Number = BeforeValidator(_number)
+Positive = Annotated[int, Field(ge=1), _Number]
+Count = Annotated[int, Field(ge=0), _Number]
+PositiveFloat = Annotated[float, Field(gt=0), _Number]
+NonNegative = Annotated[float, Field(ge=0), _Number]
+Fraction = Annotated[float, Field(gt=0, lt=1), _Number]
 
 
 class ConfigError(Exception):
@@ -122,11 +131,11 @@ class Learner:
     """Learning rate after warm-up: constant, or decaying to `min_lr_ratio` of the peak at the last step."""
     warmup_steps: Count = 0
     """Steps of linear warm-up: step s (from 0) runs at lr·(s+1)/warmup_steps."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1), _Number] = 0.0
     """Floor of the decay as a share of the peak."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1), _Number] = 0.9
     """AdamW first-moment decay."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Annotated[float, Field(ge=0, lt=1), _Number] = 0.95
     """AdamW second-moment decay."""
     adam_eps: PositiveFloat = 1e-8
     """AdamW denominator term."""
@@ -146,7 +155,7 @@ class Algorithm:
     """Policy loss, a pure function in losses.py."""
     advantage_std: bool = True
     """Divide group-centred rewards by the group's standard deviation (GRPO); false only centres (Dr.GRPO)."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    clip_low: Annotated[float, Field(ge=0, lt=1), _Number] = 0.2
     """Lower clip of the probability ratio: 1 − clip_low."""
     clip_high: NonNegative = 0.2
     """Upper clip of the probability ratio: 1 + clip_high."""
@@ -198,7 +207,7 @@ class Config:
     """Seed of initial weights, data order and sampling."""
     exact: bool = False
     """Make engine and learner logprobs equal bit for bit: CPU, float32, tp 1, widths that are multiples of 16."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    max_staleness: Annotated[int, Field(ge=0, le=1), _Number] = 0
     """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off."""
     placement: Literal["split"] = "split"
     """`split`: learners are ranks 0…L−1, actors the ranks after them."""
@@ -314,7 +323,10 @@ def parse(argv: list[str]) -> Config:
                 raise ConfigError(f"`{argument}` is neither a .yaml file nor `section.key=value`; see --help")
             if not path.is_file():
                 raise ConfigError(f"config file `{argument}` does not exist; configs/ has {_known_configs()}")
-            loaded = yaml.safe_load(path.read_text()) or {}
+            try:
+                loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ConfigError(f"config file `{argument}` is not YAML: {error}") from None
             if not isinstance(loaded, dict):
                 raise ConfigError(f"config file `{argument}` must hold `key: value` lines, not a {type(loaded).__name__}")
             values = _merge(values, loaded)
@@ -327,6 +339,17 @@ def parse(argv: list[str]) -> Config:
             value = {part: value}
         values = _merge(values, value)
     return build(values)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key given twice is an error: plain PyYAML lets the last one win silently."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key) for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"`{twice}` is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _merge(base: dict, over: dict) -> dict:
@@ -354,15 +377,3 @@ def help_text() -> str:
 def to_yaml(config: Config) -> str:
     """The effective config as YAML that `parse` reads back to an equal Config."""
     return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)
-
-
-def main(argv: list[str]) -> Config:
-    """Parse for a command: prints help or errors and exits (0 or 2) where a Config cannot be returned."""
-    if {"--help", "-h"} & set(argv):
-        print(help_text())
-        sys.exit(0)
-    try:
-        return parse(argv)
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        sys.exit(2)

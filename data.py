@@ -32,11 +32,15 @@ def load_rows(path: str, split: str, field: str) -> list[dict]:
         if not file.is_file():
             raise ConfigError(f"`{field}` = {path!r}: no such file")
         rows = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # splitlines() would cut at U+2028
+            if not line.strip():
+                continue
             try:
-                rows += [json.loads(line)] if line.strip() else []
+                rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ConfigError(f"`{field}` = {path!r}: line {number} is not JSON ({error})") from None
+            if not isinstance(rows[-1], dict):
+                raise ConfigError(f"`{field}` = {path!r}: line {number} is not an object")
         return rows
     import datasets  # slow to import, and not needed for JSON lines
     try:
@@ -111,7 +115,7 @@ class Prompts:
 
     def draw(self) -> Prompt:
         """The next prompt that fits `max_prompt_tokens`. Raises ConfigError if a whole epoch has none, or a row is malformed."""
-        for _ in range(len(self.rows)):
+        for _ in range(2 * len(self.rows)):  # from the middle of one epoch, the end of the next has seen every row
             epoch, place = divmod(self.cursor, len(self.rows))
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, list(range(len(self.rows)))
@@ -124,6 +128,14 @@ class Prompts:
             self.skipped += 1
         raise ConfigError(f"`data.max_prompt_tokens` = {self.data.max_prompt_tokens}: every row's prompt is longer; raise it")
 
+    def fitting(self) -> list[Prompt]:
+        """Every row that fits `max_prompt_tokens`, in the file's order. Raises ConfigError if there is none."""
+        limit = self.data.max_prompt_tokens
+        prompts = [prompt for prompt in map(self.encode, range(len(self.rows))) if len(prompt.ids) <= limit]
+        if not prompts:
+            raise ConfigError(f"`data.max_prompt_tokens` = {limit}: every held-out prompt is longer; raise it")
+        return prompts
+
     def encode(self, row: int) -> Prompt:
         """Row number `row` as a Prompt. Raises ConfigError if it has no usable prompt."""
         columns = dict(self.rows[row])
@@ -131,6 +143,11 @@ class Prompts:
         if not prompt or not isinstance(prompt, str | list):
             raise ConfigError(f"`data.prompt_column` = {self.data.prompt_column!r}: row {row} of {self.data.path!r} has no "
                               f"prompt there (its columns: {', '.join(self.rows[row])})")
+        for name, value in columns.items():
+            try:
+                json.dumps(value)  # columns travel to the actors and their graders
+            except TypeError as error:
+                raise ConfigError(f"column {name!r} of {self.data.path!r}: {error}; store it as a string or number") from None
         return Prompt(self.encoder.encode(prompt), prompt, columns, row)
 
 

@@ -166,12 +166,13 @@ class Learner:
                 ref_logps_R, _ = self.reference(ids, attend, rows_R, targets_R, *settings)
         counts = [len(sample.old_logprobs) for sample in samples]
 
-        def spread(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=self.device).repeat_interleave(torch.tensor(counts, device=self.device))
+        def per_token(values: list[float]) -> Tensor:
+            repeated = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+            return torch.tensor(repeated, device=self.device)
 
         old_logps_R = torch.tensor([logprob for sample in samples for logprob in sample.old_logprobs], device=self.device)
-        weights_R = spread([sample.weight for sample in samples])
-        tokens = losses.Tokens(logps_R, old_logps_R, spread([sample.advantage for sample in samples]), entropies_R, ref_logps_R)
+        weights_R = per_token([sample.weight for sample in samples])
+        tokens = losses.Tokens(logps_R, old_logps_R, per_token([sample.advantage for sample in samples]), entropies_R, ref_logps_R)
         loss_R, statistics = self.policy_loss(tokens, self.config.algorithm)
         trained_R = weights_R > 0
         # Masked samples are cut out rather than multiplied by 0: 0 x inf would be NaN.

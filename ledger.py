@@ -94,6 +94,7 @@ class RunFolder:
             os.rename(self.path, self.moved)
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, TextIO] = {}
+        self.append("metrics.jsonl", [])
 
     def write_config(self, yaml_text: str, provenance: dict[str, str]) -> None:
         header = "".join(f"# {name}: {value}\n" for name, value in provenance.items())

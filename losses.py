@@ -66,7 +66,9 @@ def kl(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
         return gap
     if estimator == "k2":
         return gap.square() / 2
-    return torch.expm1((-gap).clamp(max=MAX_LOG_RATIO)) + gap
+    # exp(-gap) - 1 + gap, continued along its tangent beyond the limit: finite, and still pushing the right way.
+    near = (-gap).clamp(max=MAX_LOG_RATIO)
+    return torch.exp(near) * (-gap - near) + torch.expm1(near) + gap
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> Tensor:
@@ -95,4 +97,6 @@ def grpo(tokens: Tokens, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor
         loss = loss + algorithm.kl_coef * divergence
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * tokens.entropies_R
+    if algorithm.dual_clip:
+        outside |= (tokens.advantages_R < 0) & (ratio > algorithm.dual_clip)
     return loss, {"kl": divergence.detach(), "clipped": (outside & (tokens.advantages_R != 0)).float()}

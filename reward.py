@@ -10,6 +10,7 @@ A worker is `python reward.py SPEC…` speaking JSON lines on its pipes: killabl
 after `timeout_s` and costs its own group only; that a function raised is reported, and its group ends as unscored.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -50,13 +52,19 @@ def load_function(spec: str) -> Callable:
         raise ConfigError(f"`reward.functions` = {spec!r}: write file.py:function or module:function")
     try:
         if module_name.endswith(".py"):
-            file = Path(module_name) if Path(module_name).is_file() else Path(__file__).with_name(module_name)
+            file = Path(module_name) if Path(module_name).is_file() else Path(__file__).parent / module_name
+            sys.path.insert(0, str(file.parent.absolute()))  # a reward file may import its neighbours
             module_spec = importlib.util.spec_from_file_location(file.stem, file)
             module = importlib.util.module_from_spec(module_spec)
+            sys.modules.setdefault(file.stem, module)  # dataclasses look their module up there
             module_spec.loader.exec_module(module)
         else:
+            sys.path.insert(0, os.getcwd())
             module = importlib.import_module(module_name)
-        return getattr(module, name)
+        function = getattr(module, name)
+        if not callable(function):
+            raise AttributeError(f"{name} is not a function")
+        return function
     except (ImportError, FileNotFoundError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"`reward.functions` = {spec!r}: {type(error).__name__}: {error}") from None
 
@@ -76,10 +84,18 @@ def _call(function: Callable, call: dict) -> list[float | None]:
     return [float(reward) if reward is not None and math.isfinite(reward) else None for reward in rewards]
 
 
+def _die_with_parent(parent: int) -> None:
+    """A call that hangs must not outlive an actor that was killed: end this session, graded programs included."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
 def serve(specs: list[str]) -> None:
     """A worker's life: one JSON line in, one out. The functions' own prints go to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the actor's to handle; its death ends stdin
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    calls, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a graded program that reads its input must not swallow the next call
     os.dup2(2, 1)
     try:
         functions = [load_function(spec) for spec in specs]
@@ -87,7 +103,7 @@ def serve(specs: list[str]) -> None:
         print(json.dumps({"broken": str(error)}), file=answers)
         return
     print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
+    for line in calls:
         call = json.loads(line)
         start = time.perf_counter()
         try:
@@ -101,8 +117,9 @@ class _Worker:
     """One worker process and the call it is busy with."""
 
     def __init__(self, specs: tuple[str, ...]):
+        # A session of its own: Ctrl-C is the actor's to handle, and what the functions start can be killed with them.
         self.process = subprocess.Popen([sys.executable, __file__, *specs], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | {"OMP_NUM_THREADS": "1"})
+                                        start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         os.set_blocking(self.process.stdout.fileno(), False)
         self.buffer = b""
         self.ready = False
@@ -123,13 +140,16 @@ class _Worker:
 
     def start(self, call: dict, timeout_s: float) -> None:
         self.call, self.deadline = call, time.monotonic() + timeout_s
-        self.process.stdin.write(json.dumps(call).encode() + b"\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: poll() will see that
+            self.process.stdin.write(json.dumps(call).encode() + b"\n")
+            self.process.stdin.flush()
 
     def stop(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -177,6 +197,8 @@ class Grader:
                 continue
             if answer and "broken" in answer:
                 raise ConfigError(answer["broken"])
+            if answer == {} and not worker.ready:
+                raise ConfigError(f"`reward.functions` = {list(self.settings.functions)}: a worker died while importing them")
             if answer:
                 self._seconds += answer["seconds"]
                 done.append(self._result(worker.call, answer.get("parts"), answer.get("error", "")))

@@ -143,7 +143,7 @@ class Scheduler:
         self.waiting.extend(self._lead(fitting))
 
     def abort(self, group: int) -> None:
-        """End every unfinished request of a group with reason `abort`, wherever it is; others are unaffected."""
+        """Between steps: end every unfinished request of a group with reason `abort`; others are unaffected."""
         gone = [r for r in chain(self.running, self.waiting, *self.held.values()) if r.group == group]
         self.running = [r for r in self.running if r.group != group]
         self.waiting = deque(r for r in self.waiting if r.group != group)
@@ -170,14 +170,19 @@ class Scheduler:
                 break
             budget -= self._schedule(request, wanted)
             batch.append(request)
+        early: list[Request] = []  # for newer weights than these; what stands behind them need not wait
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            if request.min_version > self.version:
+                early.append(self.waiting.popleft())
+                continue
             # Admit only what the pool can hold with all its present tokens: half a prefill would be preempted again.
-            if request.min_version > self.version or not self._adopt_prefix(request):
+            if not self._adopt_prefix(request):
                 break
             self.running.append(self.waiting.popleft())
             budget -= self._schedule(request, min(len(request.tokens) - request.num_computed, budget))
             batch.append(request)
+        self.waiting.extendleft(reversed(early))
         return batch
 
     def commit(self, batch: list[Request], sampled: list[tuple[int, float]]) -> None:
@@ -197,7 +202,7 @@ class Scheduler:
                 self._append(request, *next(draws))
 
     def publish(self, version: int) -> None:
-        """New weights are in place: nothing cached is valid any more, running requests go back to prefill all their tokens."""
+        """Between steps: new weights are in place, nothing cached is valid, running requests go back to prefill all tokens."""
         assert version > self.version, f"version {version} published after {self.version}"
         self.version = version
         self.pool.forget()
@@ -312,7 +317,9 @@ class ReleaseGate:
 
     def release(self, group: int, step: int) -> None:
         assert step - self.version <= self.max_staleness, f"group {group} of step {step} released at version {self.version}"
-        assert group not in self._running, f"group {group} released twice"
+        back = {arrived for groups in self._arrived.values() for arrived, _ in groups}
+        assert group not in self._running.keys() | back, f"group {group} released twice"
+        assert step in self.due(), f"group {group} released into step {step}, which is full"
         self._running[group] = step
 
     def arrive(self, group: int, outcome: str) -> int:

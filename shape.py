@@ -91,7 +91,13 @@ def read_shape(path: str | Path) -> Shape:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"`model.path` = {str(path)!r}: no config.json there; give a Hugging Face model folder")
-    return shape_from_hf(json.loads(file.read_text()))
+    try:
+        hf = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"`model.path` = {str(path)!r}: config.json is not JSON ({error})") from None
+    if not isinstance(hf, dict):
+        raise ConfigError(f"`model.path` = {str(path)!r}: config.json holds no object")
+    return shape_from_hf(hf)
 
 
 def shape_from_hf(hf: dict) -> Shape:
@@ -108,6 +114,17 @@ def shape_from_hf(hf: dict) -> Shape:
     if hf.get("hidden_act", "silu") != "silu":
         refuse("hidden_act", "only silu is implemented")
 
+    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        if not hf.get(key):
+            refuse(key, "the model's size is needed")
+    # Where transformers has a default of its own that is easily misread, the value must stand in the file.
+    for needed_by, key in (("qwen3", "head_dim"), ("mistral", "num_key_value_heads")):
+        if kind == needed_by and not hf.get(key):
+            refuse(key, "it must be given")
+    if kind == "mistral" and "sliding_window" not in hf:
+        refuse("sliding_window", "give a number or null")
+    if kind == "mistral" and hf.get("layer_types"):
+        refuse("layer_types", "Mistral has one window for all layers")
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     kv_heads = hf.get("num_key_value_heads") or heads
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
@@ -120,6 +137,9 @@ def shape_from_hf(hf: dict) -> Shape:
     rope.pop("type", None)
     scaling = None
     if rope_type == "llama3":
+        missing = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} - rope.keys()
+        if missing:
+            refuse("rope_scaling" if hf.get("rope_scaling") else "rope_parameters", f"llama3 needs {sorted(missing)}")
         scaling = Llama3Rope(rope.pop("factor"), rope.pop("low_freq_factor"), rope.pop("high_freq_factor"),
                              rope.pop("original_max_position_embeddings"))
     elif rope_type != "default":
@@ -133,17 +153,19 @@ def shape_from_hf(hf: dict) -> Shape:
         window = 0
     types = hf.get("layer_types")
     if types is None:
-        first = 0 if always_windowed else hf.get("max_window_layers", layers)
+        first = 0 if always_windowed else hf.get("max_window_layers", 28)
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if set(types) - {"full_attention", "sliding_attention"} or len(types) != layers:
         refuse("layer_types", "one of full_attention, sliding_attention for each layer")
     windows = tuple(window if kind_of == "sliding_attention" else 0 for kind_of in types)
 
     bias = bool(hf.get("attention_bias", False))
+    if bias and kind not in ("llama", "qwen3"):
+        refuse("attention_bias", f"{kind} has none")
     return Shape(
         layers=layers, hidden=hf["hidden_size"], ffn=hf["intermediate_size"], heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, vocab=hf["vocab_size"], tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or bias, o_bias=bias and kind != "qwen2", qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2" or bias, o_bias=bias, qk_norm=kind == "qwen3",
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)), rope_theta=theta, rope_scaling=scaling, windows=windows,
         max_position=hf.get("max_position_embeddings", 2048), init_std=float(hf.get("initializer_range", 0.02)))
 
@@ -156,3 +178,11 @@ def check_exact(config: Config, shape: Shape) -> None:
         if config.exact and width % 16:
             raise ConfigError(f"`exact` needs widths that are multiples of 16, but config.json has {name} = {width}; "
                               "set exact=false")
+
+
+def check_positions(config: Config, shape: Shape) -> None:
+    """Refuse sequences longer than the model's positions: RoPE would extrapolate silently. Raises ConfigError."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > shape.max_position:
+        raise ConfigError(f"`data.max_prompt_tokens` + `rollout.max_new_tokens` = {longest}, but config.json has "
+                          f"max_position_embeddings = {shape.max_position}; lower one of them")

@@ -278,8 +278,8 @@ class Publisher:
         digests = []
         for name in self.names:
             rows, columns = matrix_shape(self.plan.shapes[name])
-            cast = matrix(shards[name]).to(self.dtype) if shards[name].numel() else torch.empty(0, columns, dtype=self.dtype)
-            digests.append(self.digest(cast.contiguous(), shard_rows(rows, self.grid.shards, me)[0], 0, columns))
+            cast = matrix(shards[name]).to(self.dtype)
+            digests.append(self.digest(cast, shard_rows(rows, self.grid.shards, me)[0], 0, columns))
         self.channel.push(f"digest/{version}", {"rank": self.rank, "digests": torch.stack(digests).tolist()})
 
     def _compare(self, version: int, seconds: dict[str, float]) -> None:

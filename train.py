@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from actor import Engine
-from config import Config, ConfigError
-from config import main as parse
+from config import Config, ConfigError, help_text, parse
 from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from director import Director
 from learner import Learner, Sample
@@ -30,7 +29,7 @@ from ledger import Ledger
 from model import parameter_shapes
 from reward import Grader, total
 from scheduler import Request
-from shape import check_exact, read_shape
+from shape import check_exact, check_positions, read_shape
 from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
 from transfer import same_layout
 
@@ -88,7 +87,7 @@ def grade_group(encoder: Encoder, grader: Grader, prompt: dict, done: list[Reque
 def send_payload(config: Config, channel: Channel, group: tuple[dict, list[Request]], parts: list, error: str) -> dict:
     """Put a graded group's tokens into the store (training only) and return its header."""
     prompt, done = group
-    if prompt["samples"] > 1:
+    if prompt["group"] >= 0:
         channel.put(f"payload/{prompt['group']}", pack_group(
             [Rollout(request.tokens, request.num_prompt, request.logprobs, request.versions) for request in done]))
     return {
@@ -148,8 +147,8 @@ def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
     if not config.eval.every:
         return prompts, []
     rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")
-    held_out = Prompts(rows, config.data, encoder, config.seed)
-    return prompts, [held_out.encode(row) for row in range(min(len(rows), config.eval.max_prompts))]
+    held_out = Prompts(rows[:config.eval.max_prompts], config.data, encoder, config.seed).fitting()
+    return prompts, held_out
 
 
 def run(config: Config) -> None:
@@ -160,6 +159,7 @@ def run(config: Config) -> None:
                           f"{config.world_size}; run torchrun --nproc-per-node {config.world_size} train.py ...")
     shape = read_shape(config.model.path)
     check_exact(config, shape)
+    check_positions(config, shape)
     encoder = Encoder(config.model.path, config.rollout.stop)
     if encoder.vocab > shape.vocab:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
@@ -195,16 +195,20 @@ def run(config: Config) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 done, 1 the run failed (one line says why), 2 the config is wrong, 130 interrupted."""
-    config = parse(argv)
-    rank = int(os.environ.get("RANK", 0))
-    role = "learner" if rank < Grid.of(config).learners else "actor"
+    if {"--help", "-h"} & set(argv):
+        print(help_text())
+        return 0
+    rank, speakers = int(os.environ.get("RANK", 0)), {0}
     try:
+        config = parse(argv)
+        speakers.add(Grid.of(config).learners)  # the first of each role speaks for all
         run(config)
     except ConfigError as error:
-        if rank in (0, Grid.of(config).learners):  # the first of each role speaks for all
+        if rank in speakers:
             print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
     except (PublicationError, TimeoutError) as error:
+        role = "learner" if rank < Grid.of(config).learners else "actor"
         print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
@@ -213,4 +217,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # torch's store and gloo threads can abort the interpreter's own teardown of a finished run

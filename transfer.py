@@ -64,7 +64,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def matrix(tensor: Tensor) -> Tensor:
     """A parameter as the plan sees it: [rows, columns], a view."""
-    return tensor.view(tensor.shape[0], -1)
+    return tensor.view(matrix_shape(tuple(tensor.shape)))  # not -1: a shard may have no rows
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -223,6 +223,8 @@ class Digest:
         while done < len(bits):
             high, low = divmod(first + done, KEYS)
             part = bits[done:done + KEYS - low]
-            total += (part * self.low[low:low + len(part)]).sum() * self.high[high]
+            keys = self.low[low:low + len(part)]
+            # On a CPU one dot is eight times as fast as product and sum; CUDA has no integer dot.
+            total += (torch.dot(part.long(), keys) if bits.device.type == "cpu" else (part * keys).sum()) * self.high[high]
             done += len(part)
         return total

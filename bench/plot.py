@@ -1,0 +1,65 @@
+"""Plot a run's reward, entropy, logprob gap and seconds by phase from its metrics.jsonl, and say what it learned.
+
+    python bench/plot.py runs/toy [--out FILE.png]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def read(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def plot(run: Path, out: Path) -> None:
+    metrics, evaluations = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
+    steps = [row["version"] for row in metrics]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    reward, entropy, gap, seconds = axes.flat
+    reward.plot(steps, [row["reward"] for row in metrics], label="samples of the step")
+    reward.plot([row["version"] for row in evaluations], [row["reward"] for row in evaluations], "o-", label="greedy, held out")
+    reward.set(title="reward", xlabel="updates")
+    reward.legend()
+    entropy.plot(steps, [row["entropy"] for row in metrics])
+    entropy.set(title="entropy (nats a token)", xlabel="updates")
+    gap.plot(steps, [row["logprob_gap_max"] for row in metrics])
+    gap.set(title="largest |learner logprob - engine logprob|", xlabel="updates")
+    gap.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
+    for number, role in enumerate(("learner", "actor")):
+        skipped = {f"t_{role}_wall"}
+        kinds = sorted({key for row in metrics for key in row if key.startswith(f"t_{role}_") and "beside" not in key} - skipped)
+        left = 0.0
+        for kind in kinds:
+            mean = sum(row.get(kind, 0.0) for row in metrics) / max(1, len(metrics))
+            name = kind.removeprefix(f"t_{role}_")
+            seconds.barh(number, mean, left=left, label=f"{role}: {name}")
+            left += mean
+    seconds.set(title="seconds a step, mean", yticks=[0, 1], yticklabels=["learner", "actor"])
+    seconds.legend(fontsize=6, ncols=2)
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--out", type=Path, help="PNG to write (default: RUN/plot.png)")
+    arguments = parser.parse_args()
+    metrics = read(arguments.run / "metrics.jsonl")
+    if not metrics:
+        parser.error(f"{arguments.run}/metrics.jsonl has no steps")
+    out = arguments.out or arguments.run / "plot.png"
+    plot(arguments.run, out)
+    last = metrics[-10:]
+    print(f"reward {metrics[0]['reward']:.3f} at the start, {sum(row['reward'] for row in last) / len(last):.3f} over the last "
+          f"{len(last)} of {len(metrics)} steps, {sum(row['step_s'] for row in metrics):.0f} s of training")
+    print(f"plots: {out} and `tensorboard --logdir {arguments.run}`")
+
+
+if __name__ == "__main__":
+    main()

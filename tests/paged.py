@@ -1,0 +1,67 @@
+"""A rollout engine without its scheduler: hand-made block tables and continuous batching, for tests of PagedAttention.
+
+Written from DESIGN §4 and without actor.py, so that both can be compared with the same reference. Every sequence's blocks are
+scattered over the pool, the pool is full of large stale values, and slots beyond a request's context point anywhere in it.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.attention import Bucket, PagedAttention
+from model import Transformer
+
+Call = Callable[[Tensor, Tensor, PagedAttention, Tensor], Tensor]  # (ids_T, positions_T, attend, rows_R) -> [R, V]
+
+
+def engine_steps(lengths: list[int], prompts: list[int], chunk: int, batch: int) -> Iterator[dict[int, range]]:
+    """{sequence: positions computed} of each step: `batch` sequences at once, prompts in chunks, then token by token."""
+    done, waiting, running = [0] * len(lengths), deque(range(len(lengths))), []
+    while waiting or running:
+        while waiting and len(running) < batch:
+            running.insert(0, waiting.popleft())
+        step = {}
+        for sequence in running:
+            start = done[sequence]
+            done[sequence] = min(start + chunk, prompts[sequence]) if start < prompts[sequence] else start + 1
+            step[sequence] = range(start, done[sequence])
+        running = [sequence for sequence in running if done[sequence] < lengths[sequence]]
+        yield step
+
+
+@torch.no_grad()
+def run_paged(model: Transformer, sequences: list[Tensor], prompts: list[int], wanted: list[int], *, chunk: int, batch: int,
+              block_size: int, exact: bool, call: Call, seed: int = 0) -> list[Tensor]:
+    """For each sequence what `call` gives for its positions from `wanted` on, every token going through the paged cache."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-len(ids) // block_size) for ids in sequences]
+    tables = torch.randperm(sum(blocks), generator=generator).split(blocks)
+    slots = [(table[:, None] * block_size + torch.arange(block_size)).flatten() for table in tables]
+    shape = model.shape
+    cache = 1e3 * torch.randn(shape.layers, 2, sum(blocks) * block_size, shape.kv_heads, shape.head_dim, generator=generator)
+    outputs: list[list[Tensor]] = [[] for _ in sequences]
+    for step in engine_steps([len(ids) for ids in sequences], prompts, chunk, batch):
+        ids, positions, written, rows, owners, first = [], [], [], [], [], 0
+        same_size = defaultdict(list)
+        for sequence, here in step.items():
+            ids.append(sequences[sequence][here.start:here.stop])
+            positions.append(torch.arange(here.start, here.stop))
+            written.append(slots[sequence][here.start:here.stop])
+            same_size[len(here)].append((sequence, torch.arange(first, first + len(here)), positions[-1]))
+            rows += [first + index for index, position in enumerate(here) if position >= wanted[sequence]]
+            owners += [sequence for position in here if position >= wanted[sequence]]
+            first += len(here)
+        buckets = []
+        for members in same_size.values():
+            longest = max(int(at[-1]) + 1 for _, _, at in members)
+            keys = torch.randint(cache.shape[2], (len(members), longest), generator=generator)
+            for row, (sequence, _, at) in zip(keys, members, strict=True):
+                row[:at[-1] + 1] = slots[sequence][:at[-1] + 1]
+            buckets.append(Bucket(torch.stack([at for _, at, _ in members]), torch.stack([at for _, _, at in members]), keys))
+        attend = PagedAttention(cache, torch.cat(written), buckets, exact)
+        result = call(torch.cat(ids), torch.cat(positions), attend, torch.tensor(rows, dtype=torch.long))
+        for sequence, row in zip(owners, result, strict=True):
+            outputs[sequence].append(row)
+    return [torch.stack(found) for found in outputs]
