@@ -11,6 +11,7 @@ batch mates, its slot, preemption, or how many actors there are.
 """
 
 import time
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -31,10 +32,11 @@ def uniforms(seed: int, keys: list[tuple[int, int, int]]) -> np.ndarray:
     splitmix64's finaliser over the chained key (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195). 48 bits, so that
     u x total < total after rounding, and an inverse-CDF search never runs past the last token with a probability.
     """
+    columns = np.array(keys, np.int64).reshape(-1, 3).T.astype(np.uint64)
+    state = np.zeros(len(keys), np.uint64)
     with np.errstate(over="ignore"):  # 64-bit wrap-around is meant
-        state = np.full(len(keys), seed, np.uint64)
-        for column in np.array(keys, np.int64).reshape(-1, 3).T:
-            state = (state ^ column.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        for column in (np.full(len(keys), seed, np.uint64), *columns):  # an unmixed seed would only permute the groups
+            state = (state ^ column) + np.uint64(0x9E3779B97F4A7C15)
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state = state ^ (state >> np.uint64(31))
@@ -88,8 +90,7 @@ class Engine:
         self.cache = torch.zeros(shape.layers, 2, slots, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
         self.full_length_sequences = self.scheduler.capacity // longest
         self.weight_bytes = sum(weight.nbytes for weight in self.weights().values())
-        self.decode_bytes = self.decode_seconds = 0.0  # what the decode steps had to read, and how long they took
-        self.generated = 0
+        self._counters: Counter[str] = Counter()
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors by parameter name, a tied head once."""
@@ -105,15 +106,23 @@ class Engine:
         with self.ledger.span("decode") as span:
             batch = self.scheduler.schedule()
             decoding = all(request.num_scheduled == 1 for request in batch)
+            context = sum(request.num_computed + request.num_scheduled for request in batch)
             span[0] = "decode" if decoding else "prefill"
             if batch:
                 self.scheduler.commit(batch, self._compute(batch))
         if decoding and batch:
-            self.decode_seconds += time.perf_counter() - start
-            context = sum(request.num_computed for request in batch)
-            self.decode_bytes += self.weight_bytes + context * self.shape.kv_bytes_per_token(self.cache.element_size())
+            read = self.weight_bytes + context * self.shape.kv_bytes_per_token(self.cache.element_size())
+            self._counters.update(decode_seconds=time.perf_counter() - start, decode_bytes=read)
         finished, self.scheduler.finished = self.scheduler.finished, []
+        for request in finished:
+            self._counters.update(prefix_hits=request.prefix_hits, preemptions=request.preemptions)
         return finished
+
+    def take_counters(self) -> dict[str, float]:
+        """Since the last call: bytes that decode steps had to read, their seconds; of finished requests, the tokens found in the
+        prefix table and the preemptions suffered."""
+        counters, self._counters = dict(self._counters), Counter()
+        return {name: counters.get(name, 0) for name in ("decode_bytes", "decode_seconds", "prefix_hits", "preemptions")}
 
     @torch.inference_mode()
     def _compute(self, batch: list[Request]) -> list[tuple[int, float]]:
@@ -128,7 +137,6 @@ class Engine:
         rows_R = torch.tensor([end for _, end in drawn], device=self.device)
         logp_RV = self.model.next_log_probs(ids_T, positions_T, attend, rows_R, temperatures)
         numbers = uniforms(self.config.seed, [(request.group, request.sample, request.num_generated) for request in requests])
-        self.generated += len(requests)
         return sample(logp_RV, [request.temperature == 0 for request in requests], numbers)
 
     def _pack(self, batch: list[Request]) -> tuple[Tensor, Tensor, PagedAttention]:

@@ -32,7 +32,9 @@ class WeightFolder:
     def __init__(self, path: str):
         folder = Path(path)
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
+        if (folder / "model.safetensors").is_file():  # the order in which transformers looks
+            files = ["model.safetensors"]
+        elif index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         else:
             files = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -45,6 +47,9 @@ class WeightFolder:
         self._file_of = {}
         for name in files:
             opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
+            twice = sorted(self._file_of.keys() & opened.keys())
+            if twice:
+                raise ConfigError(f"`model.path` = {path!r}: {twice[0]} is in several files; leave one set of weights there")
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
     def names(self) -> set[str]:
@@ -66,7 +71,7 @@ def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: 
     A tied head may be stored or not; if it is, it must be the embedding's equal, or the folder is not what its config says.
     """
     stored = {name for name in folder.names() if not name.endswith("rotary_emb.inv_freq")}  # a buffer of old exports
-    if tied and "lm_head.weight" in stored:
+    if tied and {"lm_head.weight", "model.embed_tokens.weight"} <= stored:
         stored.remove("lm_head.weight")
         rows = folder.shape("lm_head.weight")[0]
         for first in range(0, rows, 8192):
@@ -119,9 +124,12 @@ def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str,
     described.pop("dtype", None)
     described["torch_dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(described, indent=2))
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(replaced)
     partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def convert_gguf(file: str, out: str) -> None:

@@ -11,6 +11,7 @@ silently dropped costs a whole run. `check()` then refuses combinations that can
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -75,7 +76,7 @@ class Rollout:
     """Prompt groups that one optimizer step trains on."""
     samples_per_prompt: Positive = 16
     """Samples drawn for each prompt; a group-relative advantage needs at least 2."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=1e-3), _Number] = 1.0
     """Logits are divided by this for sampling and for every logprob, in engine and learner alike."""
     max_new_tokens: Positive = 8
     """A response is cut after this many tokens (finish_reason `length`)."""
@@ -203,7 +204,7 @@ class Log:
 class Config:
     steps: Count = 100
     """Optimizer steps; 0 only publishes and evaluates the start."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63), _Number] = 0
     """Seed of initial weights, data order and sampling."""
     exact: bool = False
     """Make engine and learner logprobs equal bit for bit: CPU, float32, tp 1, widths that are multiples of 16."""
@@ -308,6 +309,8 @@ def check(config: Config) -> None:
         problems.append(f"`eval.every` = {config.eval.every} needs `data.eval_path`")
     if config.exact and config.model.dtype != "float32":
         problems.append(f"`exact` needs `model.dtype` = float32, not {config.model.dtype}")
+    if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
+        problems.append("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
     if problems:
         raise ConfigError("\n".join(problems))
 

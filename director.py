@@ -63,7 +63,8 @@ class Director:
         """Version 0 is live on all actors: drop their accounts of the start-up, and start the step clock."""
         for _ in self.grid.actor_ranks:
             self.channel.wait("accounts", "the actors to come up")
-        self.note(f"version 0 published and proved in {publish['total']:.2f} s")
+        proved = "published and proved" if self.config.publish.verify else "published, not verified,"
+        self.note(f"version 0 {proved} in {publish['total']:.2f} s")
         self.clock = time.perf_counter()
 
     def gather(self) -> None:
@@ -225,7 +226,8 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
     times = merge_accounts([report["account"] for report in reports], "learner")
     times |= merge_accounts([account["account"] for account in accounts], "actor")
     computing = sum(times.get(f"t_learner_{kind}", 0.0) for kind in ("forward", "backward", "optimizer"))
-    decode_seconds = sum(account["decode_seconds"] for account in accounts)
+    engines = {name: sum(account[name] for account in accounts)
+               for name in ("decode_bytes", "decode_seconds", "prefix_hits", "preemptions")}
     return {
         "step": step, "version": step + 1, "reward": sum(scored) / len(scored) if scored else None,
         "kl": mean("kl"), "entropy": mean("entropy"), "logprob_gap_max": max(part["gap_max"] for part in parts),
@@ -238,9 +240,10 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
         "lr": parts[0]["lr"], "trained_tokens": int(tokens),
         "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
         "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
-        "decode_bytes_per_s": sum(account["decode_bytes"] for account in accounts) / max(decode_seconds, 1e-9),
-        "publish_s": publish["total"], "publish_gb_s": publish["bytes"] / publish["total"] / 1e9,
-        "publish_wire_gb_s": publish["bytes"] / max(publish["wire"], 1e-9) / 1e9,
+        "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),
+        "prefix_hits_per_s": engines["prefix_hits"] / seconds, "preemptions_per_s": engines["preemptions"] / seconds,
+        "publish_mb": publish["bytes"] / 1e6, "publish_s": publish["total"], "publish_gb_s": publish["bytes"] / publish["total"] / 1e9,
+        "publish_wire_gb_s": publish["bytes"] / max(publish["wire"] + publish.get("write", 0.0), 1e-9) / 1e9,
         **{f"publish_{part}_s": publish.get(part, 0.0) for part in ("wait", "cast", "wire", "write", "verify")},
         **times,
     }

@@ -137,10 +137,11 @@ def step_line(row: dict, steps: int, bounds: dict[str, float]) -> str:
         shown = sorted(parts.items(), key=lambda item: -item[1])
         return " ".join(f"{kind} {part:.0%}" for kind, part in shown if part >= 0.005)
 
+    parts = " ".join(f"{part} {row[f'publish_{part}_s'] * 1e3:.0f}" for part in ("cast", "wire", "write", "verify"))
     reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
     return (f"step {row['step'] + 1:>4}/{steps} | reward {reward} kl {row['kl']:.4f} "
             f"ent {row['entropy']:.3f} gap {row['logprob_gap_max']:.1e} len {row['response_len']:.1f} "
             f"stale {row['staleness_max']} | {row['step_s']:.2f} s {row['tokens_per_s']:.0f} tok/s "
             f"MFU {row['learner_flops_per_s'] / bounds['flops']:.1%} MBU {row['decode_bytes_per_s'] / bounds['bandwidth']:.1%} "
-            f"publish {row['publish_s'] * 1e3:.0f} ms {row['publish_wire_gb_s']:.2f} GB/s "
-            f"{row['publish_wire_gb_s'] / bounds['link']:.0%} | learner: {share('learner')} | actor: {share('actor')}")
+            f"publish {row['publish_mb']:.1f} MB {row['publish_s'] * 1e3:.0f} ms ({parts}) {row['publish_wire_gb_s']:.2f} GB/s "
+            f"{row['publish_wire_gb_s'] / bounds['link']:.0%} of link | learner: {share('learner')} | actor: {share('actor')}")

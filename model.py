@@ -172,7 +172,8 @@ def init_tensor(name: str, size: torch.Size, shape: Shape, seed: int) -> Tensor:
         return torch.ones(size)
     if name.endswith(".bias"):
         return torch.zeros(size)
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    # torch's CPU generator reads the low 32 bits of a seed only: both must be hashed into them.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return torch.empty(size).normal_(0.0, shape.init_std, generator=generator)
 
 

@@ -155,6 +155,11 @@ class Scheduler:
     def unfinished(self) -> int:
         return len(self.running) + len(self.waiting) + sum(map(len, self.held.values()))
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute: no request, or only such as wait for newer weights."""
+        return not self.running and all(request.min_version > self.version for request in self.waiting)
+
     def schedule(self) -> list[Request]:
         """Requests to compute now, `num_scheduled` tokens each, blocks for them allocated."""
         batch, budget, preempted = [], self.max_num_batched_tokens, False

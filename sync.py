@@ -28,7 +28,7 @@ from config import Config
 from transfer import Digest, Landing, Layout, Piece, Shapes, TransferPlan, make_plan, matrix, matrix_shape, shard_rows
 
 CHUNK = 4 << 20  # a TCPStore value above 8 MiB kills the connection
-LINK_PROBE_BYTES = 16 << 20
+LINK_PROBE_BYTES = 64 << 20
 
 
 class PublicationError(RuntimeError):
@@ -386,7 +386,7 @@ class Publisher:
     def measure_link(self) -> float:
         """GB/s at which the streams carry plain buffers with nothing else going on: the bound of `publish_gb_s`.
 
-        Every rank takes part; the streams of a lane share a model's bytes (at most 16 MB), three times, the fastest counts.
+        Every rank takes part; the streams of a lane share a model's bytes (at most 64 MB), three times, the fastest counts.
         """
         probe = min(self.bytes, LINK_PROBE_BYTES)
         share = -(-probe // sum(stream.lane == 0 for stream in self.plan.streams))

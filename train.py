@@ -17,6 +17,8 @@ import sys
 import time
 from datetime import timedelta
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the side that waits must not spin on the other's cores; read at import
+
 import torch
 import torch.distributed as dist
 
@@ -40,7 +42,7 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
     groups: dict[int, tuple[dict, list[Request]]] = {}  # group -> its prompt message, its finished samples
     while True:
         message, graded = channel.pop(control), grader.poll()
-        if not (message or graded or engine.scheduler.unfinished):
+        if engine.scheduler.idle and not (message or graded):
             with ledger.span("wait_prompts"):
                 while not (message or graded):
                     time.sleep(1e-3)
@@ -68,8 +70,7 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
                 engine.publish(message["version"])
             ledger.beside("grading", grader.take_seconds())
             channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
-                                      "decode_bytes": engine.decode_bytes, "decode_seconds": engine.decode_seconds})
-            engine.decode_bytes = engine.decode_seconds = 0.0
+                                      **engine.take_counters()})
         else:
             return
 
@@ -160,6 +161,9 @@ def run(config: Config) -> None:
     shape = read_shape(config.model.path)
     check_exact(config, shape)
     check_positions(config, shape)
+    if config.exact and torch.get_num_threads() > 2:
+        raise ConfigError(f"`exact` with {torch.get_num_threads()} threads: torch's SiLU rounds differently at the seams between "
+                          "three and more; set OMP_NUM_THREADS=1")
     encoder = Encoder(config.model.path, config.rollout.stop)
     if encoder.vocab > shape.vocab:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")

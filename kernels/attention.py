@@ -26,7 +26,10 @@ KEY_BLOCK = 16  # keys of one step of the exact loop
 
 
 def block_attention(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int) -> Tensor:
-    """Attention with a fixed order of summation. S is a multiple of 4, J of 16; returns [N, S, H, D]."""
+    """Attention with a fixed order of summation. S is a multiple of 4, J of 16; returns [N, S, H, D].
+
+    Bought with work: every query meets every key block, masked or not, and autograd keeps `out` once a block.
+    """
     N, S, H, D = q_NSHD.shape
     repeat = H // k_NJKD.shape[2]
     q = (q_NSHD * D**-0.5).transpose(1, 2).contiguous()
@@ -75,7 +78,7 @@ def _attend(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor
 class PackedAttention:
     """Attention within each of the packed sequences; rows behind the last one are padding and give zeros.
 
-    `lengths` are those of the sequences, in packing order; `positions` of their tokens start at 0.
+    `lengths` (each at least 1) are those of the sequences, in packing order; `positions` of their tokens start at 0.
     """
 
     def __init__(self, lengths: list[int], exact: bool, device: torch.device):
@@ -86,10 +89,9 @@ class PackedAttention:
             starts.setdefault(length, []).append(start)
             start += length
         self.buckets = [torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
-                        for length, first in sorted(starts.items()) if length]
-        order = torch.cat([rows.flatten() for rows in self.buckets]) if self.buckets else torch.empty(0, dtype=torch.long)
-        self.inverse = torch.argsort(order)
-        self.positions = torch.cat([torch.arange(length, device=device) for length in lengths] or [order])
+                        for length, first in sorted(starts.items())]
+        self.inverse = torch.argsort(torch.cat([rows.flatten() for rows in self.buckets]))
+        self.positions = torch.cat([torch.arange(length, device=device) for length in lengths])
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
         parts = []
@@ -102,10 +104,7 @@ class PackedAttention:
                 out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
                                                      is_causal=True, enable_gqa=True).transpose(1, 2)
             parts.append(out.flatten(0, 1))
-        padding = q_THD[self.total:] * 0  # keeps a graph from an empty micro-batch to its projections
-        if not parts:
-            return padding
-        return torch.cat([torch.cat(parts)[self.inverse], padding])
+        return torch.cat([torch.cat(parts)[self.inverse], torch.zeros_like(q_THD[self.total:])])
 
 
 def write_kv(cache_RKD: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:

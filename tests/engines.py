@@ -82,10 +82,10 @@ def response(request: Request) -> list[int]:
 def invert(logp_V: torch.Tensor, u: float) -> int:
     """The first token at which the running sum of the probabilities exceeds u times their sum."""
     probabilities = logp_V.exp().double().tolist()
-    total = 0.0
+    total, target = 0.0, u * math.fsum(probabilities)
     for token, probability in enumerate(probabilities):
         total += probability
-        if total > u * math.fsum(probabilities):
+        if total > target:
             return token
     raise AssertionError(f"no token for {u}")
 
