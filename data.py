@@ -104,17 +104,22 @@ class Encoder:
 
 
 class Prompts:
-    """An endless, shuffled walk over the rows. `cursor` counts the rows drawn: the same seed and cursor give the same prompt."""
+    """An endless, shuffled walk over the rows. `cursor` counts the rows drawn: the same seed and cursor give the same prompt.
+
+    Raises ConfigError, when made, for a row without a prompt or with a column that is not plain data.
+    """
 
     def __init__(self, rows: list[dict], data: Data, encoder: Encoder, seed: int):
         if not rows:
             raise ConfigError(f"`data.path` = {data.path!r} has no rows")
         self.rows, self.data, self.encoder, self.seed = rows, data, encoder, seed
+        for row in range(len(rows)):
+            self._check_row(row)
         self.cursor = self.skipped = 0
         self._epoch, self._order = -1, []
 
     def draw(self) -> Prompt:
-        """The next prompt that fits `max_prompt_tokens`. Raises ConfigError if a whole epoch has none, or a row is malformed."""
+        """The next prompt that fits `max_prompt_tokens`. Raises ConfigError if a whole epoch has none."""
         for _ in range(2 * len(self.rows)):  # from the middle of one epoch, the end of the next has seen every row
             epoch, place = divmod(self.cursor, len(self.rows))
             if epoch != self._epoch:
@@ -137,18 +142,21 @@ class Prompts:
         return prompts
 
     def encode(self, row: int) -> Prompt:
-        """Row number `row` as a Prompt. Raises ConfigError if it has no usable prompt."""
+        """Row number `row` as a Prompt. Raises ConfigError for messages without a chat template."""
         columns = dict(self.rows[row])
-        prompt = columns.pop(self.data.prompt_column, None)
-        if not prompt or not isinstance(prompt, str | list):
-            raise ConfigError(f"`data.prompt_column` = {self.data.prompt_column!r}: row {row} of {self.data.path!r} has no "
-                              f"prompt there (its columns: {', '.join(self.rows[row])})")
-        for name, value in columns.items():
+        prompt = columns.pop(self.data.prompt_column)
+        return Prompt(self.encoder.encode(prompt), prompt, columns, row)
+
+    def _check_row(self, row: int) -> None:
+        columns, name = self.rows[row], self.data.prompt_column
+        if not columns.get(name) or not isinstance(columns[name], str | list):
+            raise ConfigError(f"`data.prompt_column` = {name!r}: row {row} of {self.data.path!r} has no prompt there "
+                              f"(its columns: {', '.join(columns)})")
+        for column, value in columns.items():
             try:
                 json.dumps(value)  # columns travel to the actors and their graders
             except TypeError as error:
-                raise ConfigError(f"column {name!r} of {self.data.path!r}: {error}; store it as a string or number") from None
-        return Prompt(self.encoder.encode(prompt), prompt, columns, row)
+                raise ConfigError(f"column {column!r} of {self.data.path!r}: {error}; store it as a string or number") from None
 
 
 @dataclass(frozen=True, slots=True)
