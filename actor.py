@@ -10,6 +10,7 @@ uniform number a token needs is a counter-based function of (seed, group, sample
 batch mates, its slot, preemption, or how many actors there are.
 """
 
+import math
 import time
 from collections import Counter
 
@@ -44,7 +45,10 @@ def uniforms(seed: int, keys: list[tuple[int, int, int]]) -> np.ndarray:
 
 
 def sample(logp_RV: Tensor, greedy_R: list[bool], uniforms_R: np.ndarray) -> list[tuple[int, float]]:
-    """(token, logprob) of each row: argmax where greedy, else the first token whose cumulative probability exceeds u."""
+    """(token, logprob) of each row: argmax where greedy, else the first token whose cumulative probability exceeds u.
+
+    Raises FloatingPointError if a row is not finite.
+    """
     if all(greedy_R):
         tokens_R = logp_RV.argmax(-1)
     else:
@@ -53,8 +57,11 @@ def sample(logp_RV: Tensor, greedy_R: list[bool], uniforms_R: np.ndarray) -> lis
         tokens_R = torch.searchsorted(cumulative_RV, targets_R1, right=True)[:, 0]
         if any(greedy_R):
             tokens_R = torch.where(torch.tensor(greedy_R, device=logp_RV.device), logp_RV.argmax(-1), tokens_R)
-    logps_R = logp_RV.gather(1, tokens_R[:, None])[:, 0]
-    return list(zip(tokens_R.tolist(), logps_R.tolist(), strict=True))
+    tokens_R = tokens_R.clamp(max=logp_RV.shape[1] - 1)  # a row of NaN finds no token; it is reported below
+    drawn = list(zip(tokens_R.tolist(), logp_RV.gather(1, tokens_R[:, None])[:, 0].tolist(), strict=True))
+    if not all(math.isfinite(logprob) for _, logprob in drawn):
+        raise FloatingPointError("the logits are not finite: the published weights hold NaN or infinities")
+    return drawn
 
 
 def pool_blocks(config: Config, shape: Shape, device: torch.device) -> int:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,7 +46,10 @@ class WeightFolder:
         self._stack = ExitStack()
         self._file_of = {}
         for name in files:
-            opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
+            try:
+                opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
+            except SafetensorError as error:
+                raise ConfigError(f"`model.path` = {path!r}: {name} is cut short or no safetensors file ({error})") from None
             twice = sorted(self._file_of.keys() & opened.keys())
             if twice:
                 raise ConfigError(f"`model.path` = {path!r}: {twice[0]} is in several files; leave one set of weights there")

@@ -214,6 +214,8 @@ class Publisher:
         """
         start = time.perf_counter()
         self._wait_for_actors(version)
+        if self.rank == 0 and version:
+            self.channel.store.delete_key(f"ack/{version - 1}")  # everyone is past it: actors acknowledged, learners trained since
         seconds = {"wait": time.perf_counter() - start, "cast": 0.0, "wire": 0.0}
         self._transfer_out({name: matrix(shard) for name, shard in shards.items()}, seconds)
         if self.verify:

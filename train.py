@@ -211,7 +211,7 @@ def main(argv: list[str]) -> int:
         if rank in speakers:
             print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
-    except (PublicationError, TimeoutError) as error:
+    except (PublicationError, TimeoutError, FloatingPointError) as error:
         role = "learner" if rank < Grid.of(config).learners else "actor"
         print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
         return 1

@@ -290,6 +290,14 @@ def test_two_sets_of_weights_in_one_folder(beside, tmp_path):
         assert differing(loads(folder, "llama"), right) == []
 
 
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b""])
+def test_a_file_that_is_no_safetensors(content, tmp_path):
+    """A Git LFS pointer, or a download that was cut: the file is named, not a parser's offset."""
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut short or no safetensors file"):
+        WeightFolder(str(tmp_path))
+
+
 # --- GGUF
 
 PROMPTS = ["The capital of France is", "12 + 30 = 42\n7 + 8 =", "def fibonacci(n):\n    "]

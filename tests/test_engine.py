@@ -203,10 +203,10 @@ def test_pool_is_sized_from_free_memory(monkeypatch):
     assert engine.full_length_sequences == 1  # of 80 slots, 64 each
     half = build(kv_blocks=0, kv_memory_fraction=0.5, dtype="bfloat16")
     assert half.scheduler.pool.num_blocks == 40 and half.cache.nbytes == 20 * block_bytes
-    free.available = 1 << 40
-    assert build(kv_blocks=0, max_num_seqs=3).scheduler.pool.num_blocks == 3 * 16
+    free.available = 2 * 400 * block_bytes
+    assert build(kv_blocks=0, kv_memory_fraction=0.5, max_num_seqs=3).scheduler.pool.num_blocks == 3 * 16
     assert build(kv_blocks=77, max_num_seqs=3).scheduler.pool.num_blocks == 77
-    for blocks, available in ((0, 0), (0, 2 * 15 * block_bytes), (15, 1 << 40)):
+    for blocks, available in ((0, 0), (0, 2 * 15 * block_bytes), (15, 2 * 400 * block_bytes)):
         free.available = available
         with pytest.raises(ConfigError, match=r"needs 64; raise actor\.kv_blocks or actor\.kv_memory_fraction"):
             build(kv_blocks=blocks, kv_memory_fraction=0.5)

@@ -336,3 +336,11 @@ def test_a_sample_depends_on_nothing_but_its_key(family, way, exact):
             assert logprobs == expected[sample_key][1]
         else:
             assert logprobs == pytest.approx(expected[sample_key][1], abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_weights_that_are_not_finite_are_named(greedy):
+    """NaN weights end in an index error, or in tokens sampled from garbage, that do not name the cause."""
+    rows = torch.full((2, 5), torch.nan)
+    with pytest.raises(FloatingPointError, match="published weights"):
+        sample(rows, [greedy, greedy], np.array([0.3, 0.9]))
