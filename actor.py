@@ -96,7 +96,9 @@ class Engine:
         slots = blocks * settings.block_size
         self.cache = torch.zeros(shape.layers, 2, slots, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
         self.full_length_sequences = self.scheduler.capacity // longest
-        self.weight_bytes = sum(weight.nbytes for weight in self.weights().values())
+        self.weight_bytes = sum(weight.nbytes for weight in self.weights().values())  # read by a decode step
+        if not shape.tied:  # of a separate embedding only a few rows are
+            self.weight_bytes -= self.weights()["model.embed_tokens.weight"].nbytes
         self._counters: Counter[str] = Counter()
 
     def weights(self) -> dict[str, Tensor]:
@@ -174,7 +176,7 @@ class Engine:
 
 def measure_copy_bandwidth(device: torch.device) -> float:
     """Bytes/s (read + written) of a device copy on this rank right now: the bound that the printed MBU is a per cent of."""
-    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    source = torch.ones((1 << 30) if device.type == "cuda" else (64 << 20), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(4):

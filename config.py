@@ -167,7 +167,7 @@ class Algorithm:
     kl_coef: NonNegative = 0.0
     """Weight of the KL penalty to the frozen reference in the loss; 0 builds no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token KL estimator (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    """Per-token KL estimator (Schulman 2020, joschu.net/blog/kl-approx.html); k1's gradient is zero on average."""
     loss_mean: Literal["token", "sequence", "constant", "sum"] = "token"
     """Token mean, mean of sequence means, division by samples × max_new_tokens, or sum over a sequence's tokens."""
 

@@ -128,18 +128,21 @@ class Prompts:
                     random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
             self.cursor += 1
             prompt = self.encode(self._order[place])
-            if len(prompt.ids) <= self.data.max_prompt_tokens:
+            if self._fits(prompt):
                 return prompt
             self.skipped += 1
         raise ConfigError(f"`data.max_prompt_tokens` = {self.data.max_prompt_tokens}: every row's prompt is longer; raise it")
 
     def fitting(self) -> list[Prompt]:
         """Every row that fits `max_prompt_tokens`, in the file's order. Raises ConfigError if there is none."""
-        limit = self.data.max_prompt_tokens
-        prompts = [prompt for prompt in map(self.encode, range(len(self.rows))) if len(prompt.ids) <= limit]
+        prompts = [prompt for prompt in map(self.encode, range(len(self.rows))) if self._fits(prompt)]
         if not prompts:
-            raise ConfigError(f"`data.max_prompt_tokens` = {limit}: every held-out prompt is longer; raise it")
+            raise ConfigError(f"`data.max_prompt_tokens` = {self.data.max_prompt_tokens}: every prompt of {self.data.path!r} "
+                              "is longer; raise it")
         return prompts
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return 0 < len(prompt.ids) <= self.data.max_prompt_tokens  # a normalizer may leave nothing of a text
 
     def encode(self, row: int) -> Prompt:
         """Row number `row` as a Prompt. Raises ConfigError for messages without a chat template."""

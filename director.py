@@ -1,4 +1,4 @@
-"""Rank 0's decisions: which prompts leave, which samples train where, and what is written down. Computes nothing heavy.
+"""Rank 0's decisions: which prompts leave, which samples train where, and what is written down.
 
 The director lets prompt groups out through the release gate, hands each to the actor with the fewest out, and takes back *headers*
 (rewards, lengths, the oldest version). From them alone it forms advantages, loss weights from the step's global counts, and each
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from actor import measure_copy_bandwidth
@@ -25,16 +24,14 @@ from learner import Learner, measure_matmul_flops, plan_micro_batches
 from ledger import RunFolder, merge_accounts, step_line
 from losses import group_advantages, token_weight
 from scheduler import ReleaseGate
-from sync import Channel, Grid
-
-PROMPTS_A_MESSAGE = 64  # keeps a message far under the store's 8 MiB
+from sync import Publisher
 
 
 class Director:
     """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
 
-    def __init__(self, config: Config, channel: Channel, prompts: Prompts, held_out: list[Prompt], link_gb_s: float):
-        self.config, self.channel, self.grid = config, channel, Grid.of(config)
+    def __init__(self, config: Config, publisher: Publisher, prompts: Prompts, held_out: list[Prompt]):
+        self.config, self.channel, self.grid = config, publisher.channel, publisher.grid
         self.prompts, self.held_out, self.encoder = prompts, held_out, prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
@@ -48,11 +45,10 @@ class Director:
         self.folder.write_config(text, origin)
         self.note("\n".join([text, *(f"{name}: {value}" for name, value in origin.items())]))
         self.trackers = open_trackers(config)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.bounds = {"flops": measure_matmul_flops(getattr(torch, config.model.dtype), device),
-                       "bandwidth": measure_copy_bandwidth(device), "link": link_gb_s}
+        self.bounds = {"flops": measure_matmul_flops(publisher.dtype, publisher.device),
+                       "bandwidth": measure_copy_bandwidth(publisher.device), "link": publisher.link_gb_s}
         self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
-                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {link_gb_s:.2f} GB/s")
+                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s")
         self.clock = time.perf_counter()
 
     def note(self, text: str) -> None:
@@ -70,8 +66,6 @@ class Director:
     def gather(self) -> None:
         """Release what the gate lets out, wait until the current step's groups are back, and assign their samples."""
         self.release()
-        if self.config.eval.every and self.gate.version % self.config.eval.every == 0:
-            self.evaluate()
         self.collect(self.gate.ready, f"the groups of step {self.gate.version}")
         config, entries, lengths = self.config, [], []
         headers = {group: self.headers[group] for group in self.gate.groups()}
@@ -88,7 +82,7 @@ class Director:
                     entries.append([group, number, advantages[number], weight])
                     lengths.append(length)
         if not entries:
-            self.note(f"warning: no sample of step {self.gate.version} has a reward; the step trains on nothing")
+            self.note(f"warning: no sample of step {self.gate.version} has a reward; only momentum moves the weights")
         plan = plan_micro_batches(lengths, self.grid.learners, config.learner.max_tokens_per_micro_batch)
         for rank, batches in enumerate(plan):
             self.channel.push(f"work/{rank}", {"micro_batches": [[entries[index] for index in batch] for batch in batches]})
@@ -104,15 +98,14 @@ class Director:
         self.send_prompts(messages)
 
     def send_prompts(self, messages: list[dict]) -> None:
-        """Each to the actor with the fewest groups out, one message an actor."""
+        """Each to the actor with the fewest groups out, as few messages an actor as the store's limit allows."""
         parcels: dict[int, list[dict]] = {}
         for message in messages:
             actor = min(self.out, key=lambda rank: (self.out[rank], rank))
             self.out[actor] += 1
             parcels.setdefault(actor, []).append(message)
         for actor, prompts in parcels.items():
-            for start in range(0, len(prompts), PROMPTS_A_MESSAGE):
-                self.channel.push(f"control/{actor}", {"kind": "prompts", "prompts": prompts[start:start + PROMPTS_A_MESSAGE]})
+            self.channel.push_many(f"control/{actor}", prompts)
 
     def collect(self, enough: Callable[[], bool], what: str) -> None:
         """Take headers until `enough()`. Raises TimeoutError at the generation limit."""
@@ -120,8 +113,9 @@ class Director:
         while not enough():
             headers = self.channel.pop("headers")
             if headers is None and time.monotonic() > deadline:
+                still_out = {rank: groups for rank, groups in self.out.items() if groups}
                 raise TimeoutError(f"{what} took longer than rollout.generation_timeout_s = "
-                                   f"{self.config.rollout.generation_timeout_s:g}")
+                                   f"{self.config.rollout.generation_timeout_s:g}; groups still out, by actor rank: {still_out}")
             for header in headers or []:
                 self.take(header)
             if not headers:
@@ -138,8 +132,15 @@ class Director:
             scored = any(reward is not None for reward in header["rewards"])
             self.gate.arrive(group, "trained" if scored else "unscored")
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the current version is one to evaluate: every `eval.every` updates, and the last."""
+        every, version = self.config.eval.every, self.gate.version
+        return every > 0 and (version % every == 0 or version == self.config.steps)
+
     def evaluate(self) -> None:
         """Greedy samples of the held-out prompts under the current version; training's random numbers are not touched."""
+        start = time.perf_counter()
         groups = [-1 - number for number in range(len(self.held_out))]  # training's ids start at 0
         self.send_prompts([prompt_message(group, prompt, self.gate.version) | {"samples": 1, "temperature": 0.0}
                            for group, prompt in zip(groups, self.held_out, strict=True)])
@@ -153,6 +154,7 @@ class Director:
         self.track({f"eval/{name}": value for name, value in row.items()})
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         self.note(f"evaluation at version {row['version']}: reward {reward} on {len(rewards)} held-out prompts, greedy")
+        self.clock += time.perf_counter() - start  # no part of the step
 
     def finish(self, mine: list, rollouts: dict[int, list[Rollout]]) -> None:
         """After the publication: books closed, one line, one row; `mine` are the entries rank 0 trained on."""
@@ -192,13 +194,17 @@ class Director:
         for tracker in self.trackers:
             tracker.log({name: value for name, value in values.items() if value is not None}, step=self.gate.version)
 
-    def close(self, learner: Learner) -> None:
-        """Evaluate what was trained, save it as a Hugging Face folder, and close the books."""
-        if self.config.eval.every:
-            self.evaluate()
+    def save(self, learner: Learner) -> None:
+        """The trained model as a Hugging Face folder; the other learner ranks walk `full_tensors` meanwhile."""
         folder = Path(self.config.run_dir) / "model"
         save_hf(folder, self.config.model.path, learner.full_tensors())
-        self.note(f"trained model saved to {folder}; metrics, samples, trace and plots in {self.config.run_dir}")
+        self.note(f"trained model saved to {folder}; metrics, samples and trace in {self.config.run_dir}")
+
+    def close(self, events: list[tuple[str, float, float]]) -> None:
+        """Close the books; `events` are rank 0's spans since the last step."""
+        if self.prompts.skipped:
+            self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
+        self.folder.trace(0, "learner", events)
         for tracker in self.trackers:
             tracker.finish()
         self.folder.close()
@@ -217,10 +223,10 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
     generated = [length for header in headers for _, length in header["lengths"]]
     reasons = [reason for header in headers for reason in header["reasons"]]
     parts = [report["train"] for report in reports]
-    tokens = max(1.0, sum(part["tokens"] for part in parts))
+    tokens = int(sum(part["tokens"] for part in parts))
 
     def mean(name: str) -> float:
-        return sum(part[name] for part in parts) / tokens
+        return sum(part[name] for part in parts) / max(1, tokens)
 
     publish = reports[0]["publish"]
     times = merge_accounts([report["account"] for report in reports], "learner")
@@ -235,9 +241,9 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
         "truncated": reasons.count("length") / len(reasons),
         "staleness_max": max(step - header["oldest"] for header in headers),
         "unscored": len(rewards) - len(scored),
-        "zero_variance": sum(len(set(header["rewards"])) == 1 for header in headers) / len(headers),
+        "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
-        "lr": parts[0]["lr"], "trained_tokens": int(tokens),
+        "lr": parts[0]["lr"], "trained_tokens": tokens,
         "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
         "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),

@@ -71,7 +71,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[
             heapq.heappush(filled, (tokens + lengths[index], number))
         if all(tokens <= max_tokens or len(bins[number]) == 1 for tokens, number in filled):
             return [[sorted(bins[rank + ranks * batch]) for batch in range(count)] for rank in range(ranks)]
-        count += 1
+        count += max(1, count // 32)
 
 
 def build_model(config: Config, shape: Shape, vocab: int, mesh: DeviceMesh, device: torch.device) -> Transformer:
@@ -147,12 +147,15 @@ class Learner:
         with ledger.span("optimizer"):
             # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.learner.max_grad_norm, foreach=True)
+            norm = float(norm.full_tensor())
+            if not math.isfinite(norm):  # the same number on every learner rank, so all stop
+                raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
             lr = learning_rate(step, self.config.learner, self.config.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.optimizer.zero_grad()
-            sums |= {"grad_norm": float(norm.full_tensor()), "lr": lr}
+            sums |= {"grad_norm": norm, "lr": lr}
         return sums
 
     def _forward(self, samples: list[Sample], sums: dict) -> Tensor:

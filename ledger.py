@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-# `send`: a finished group's text, payload and header. A learner's fetching of payloads belongs to `wait_rollouts`.
-KINDS = ("decode", "prefill", "send", "wait_prompts", "wait_rollouts", "forward", "backward", "optimizer", "publish", "checkpoint")
+# `exchange`: an actor's messages, prompts taken in, finished groups sent; a learner's fetching of payloads is `wait_rollouts`.
+# `evaluate` and `report` are rank 0's: waiting for an evaluation (decode and prefill on actors), and writing metrics.
+KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "forward", "backward", "optimizer", "publish",
+         "checkpoint", "evaluate", "report")
 MERGE_GAP_S = 1e-3
 
 
@@ -133,7 +135,7 @@ def step_line(row: dict, steps: int, bounds: dict[str, float]) -> str:
     def share(role: str) -> str:
         wall = row.get(f"t_{role}_wall", 0.0)
         parts = {key.removeprefix(f"t_{role}_"): row[key] / wall for key in row
-                 if wall and key.startswith(f"t_{role}_") and "wall" not in key.split("_") and "beside" not in key}
+                 if wall and key.startswith(f"t_{role}_") and key != f"t_{role}_wall" and "beside" not in key}
         shown = sorted(parts.items(), key=lambda item: -item[1])
         return " ".join(f"{kind} {part:.0%}" for kind, part in shown if part >= 0.005)
 

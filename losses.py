@@ -83,7 +83,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -
 def grpo(tokens: Tokens, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate with the group-relative advantage, KL to the reference and an entropy bonus.
 
-    Returns (loss [R], statistics [R]): `kl` (to the reference, else k3 of the step's own drift from the sampling policy),
+    Returns (loss [R], statistics [R]): `kl` (to the reference, else k3 of KL(sampling policy || current)),
     `clipped` (1 where the clip binds). Source: arXiv 2402.03300.
     """
     log_ratio = tokens.logps_R - tokens.old_logps_R
@@ -91,7 +91,7 @@ def grpo(tokens: Tokens, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor
     loss = clipped_surrogate(ratio, tokens.advantages_R, algorithm)
     outside = torch.where(tokens.advantages_R > 0, ratio > 1 + algorithm.clip_high, ratio < 1 - algorithm.clip_low)
     if tokens.ref_logps_R is None:
-        divergence = kl(tokens.logps_R.detach(), tokens.old_logps_R, "k3")
+        divergence = kl(tokens.old_logps_R, tokens.logps_R.detach(), "k3")  # the samples are the old policy's
     else:
         divergence = kl(tokens.logps_R, tokens.ref_logps_R, algorithm.kl_estimator)
         loss = loss + algorithm.kl_coef * divergence

@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
 
 def init_tensor(name: str, size: torch.Size, shape: Shape, seed: int) -> Tensor:
-    """Initial fp32 value of one parameter, a function of its name and the seed alone: every rank can draw its own slice."""
+    """Initial fp32 value of one whole parameter, a function of its name and the seed alone; a rank draws it and keeps its rows."""
     if name.endswith("norm.weight"):
         return torch.ones(size)
     if name.endswith(".bias"):

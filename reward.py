@@ -223,7 +223,7 @@ class Grader:
 
     def _result(self, call: dict, parts, error: str):
         unscored = [[None] * len(call["completions"]) for _ in self.settings.functions]
-        return call["id"], parts or unscored, error
+        return call["id"], parts or unscored, error[-2000:]  # an exception may carry a whole file
 
     def _feed(self) -> None:
         for worker in self.workers:

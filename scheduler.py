@@ -157,8 +157,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute: no request, or only such as wait for newer weights."""
-        return not self.running and all(request.min_version > self.version for request in self.waiting)
+        """Whether a step would do nothing: no request, or only such as wait for newer weights."""
+        return not self.finished and not self.running and all(request.min_version > self.version for request in self.waiting)
 
     def schedule(self) -> list[Request]:
         """Requests to compute now, `num_scheduled` tokens each, blocks for them allocated."""

@@ -84,7 +84,20 @@ class Channel:
         assert len(data) < 8 << 20, f"message of {len(data)} bytes for {queue}: payloads go through put()"
         self.store.queue_push(queue, data)
 
-    def pop(self, queue: str) -> dict | None:
+    def push_many(self, queue: str, prompts: list[dict]) -> None:
+        """Prompts as `{"kind": "prompts", ...}` messages, each well under the store's limit for one value."""
+        parcel, size = [], 0
+        for prompt in prompts:
+            length = len(json.dumps(prompt))
+            if parcel and size + length > CHUNK:
+                self.push(queue, {"kind": "prompts", "prompts": parcel})
+                parcel, size = [], 0
+            parcel.append(prompt)
+            size += length
+        if parcel:
+            self.push(queue, {"kind": "prompts", "prompts": parcel})
+
+    def pop(self, queue: str) -> dict | list | None:
         """The oldest message, or None at once if there is none."""
         try:
             return json.loads(self.store.queue_pop(queue, block=False))
@@ -110,8 +123,9 @@ class Channel:
         return first + b"".join(self.store.get(f"{key}/{number}") for number in range(1, int(later) + 1))
 
     def drop(self, key: str) -> None:
-        for number in range(1, int(self.store.get(key).split(b" ", 1)[0]) + 1):
-            self.store.delete_key(f"{key}/{number}")
+        number = 1
+        while self.store.delete_key(f"{key}/{number}"):
+            number += 1
         self.store.delete_key(key)
 
     def count(self, key: str, more: int) -> int:
@@ -131,22 +145,28 @@ def open_channel(rank: int, timeout_s: float) -> Channel:
 @dataclass(frozen=True)
 class Groups:
     """Everything made of process groups. Other modules receive these and never make their own."""
-    mesh: DeviceMesh  # of the learners: (shard,) or (replicate, shard)
+    mesh: DeviceMesh | None  # of the learners: (shard,) or (replicate, shard)
     shard_group: dist.ProcessGroup | None  # this learner's copy of the model
     streams: tuple[dist.ProcessGroup, ...]  # one a stream of the plan: its root and the actors of its lane
 
 
 def make_groups(grid: Grid, plan: TransferPlan, device: str, timeout_s: float) -> Groups:
     """Every rank calls this once, with an equal plan: groups must be made by all ranks in one order."""
+    limit = timedelta(seconds=timeout_s)  # DeviceMesh would give its own groups torch's 30 minutes
     ranks = torch.arange(grid.learners).view(grid.replicas, grid.shards)
-    if grid.replicas == 1:
-        mesh = DeviceMesh(device, ranks[0], mesh_dim_names=("shard",))
-    else:
-        mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
+    shard_groups = [dist.new_group(row.tolist(), timeout=limit) for row in ranks]
+    replicate_groups = [dist.new_group(column.tolist(), timeout=limit) for column in ranks.T] if grid.replicas > 1 else []
     streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
-                                   timeout=timedelta(seconds=timeout_s)) for stream in plan.streams)
-    learner = dist.get_rank() < grid.learners
-    return Groups(mesh, mesh.get_group("shard") if learner else None, streams)
+                                   timeout=limit) for stream in plan.streams)
+    replica, shard = divmod(dist.get_rank(), grid.shards)
+    if replica >= grid.replicas:
+        return Groups(None, None, streams)
+    if grid.replicas == 1:
+        mesh = DeviceMesh.from_group(shard_groups[0], device, mesh_dim_names=("shard",))
+    else:
+        mesh = DeviceMesh.from_group([replicate_groups[shard], shard_groups[replica]], device, mesh=ranks,
+                                     mesh_dim_names=("replicate", "shard"))
+    return Groups(mesh, shard_groups[replica], streams)
 
 
 def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tuple[Layout, Shapes] | None) -> TransferPlan:
@@ -199,6 +219,7 @@ class Publisher:
         self.digest = Digest(device)
         self.bytes = sum(rows * columns for rows, columns in map(matrix_shape, plan.shapes.values())) * self.dtype.itemsize
         self.serial = device.type == "cuda"  # two communicators in flight on one GPU can deadlock
+        self.link_gb_s = self._measure_link()
 
     # -- learner ------------------------------------------------------------------------------------------------------
 
@@ -212,36 +233,36 @@ class Publisher:
 
         Raises PublicationError on rank 0 if the actors' live tensors are not the learner's.
         """
-        start = time.perf_counter()
+        start = self._clock()
         self._wait_for_actors(version)
         if self.rank == 0 and version:
             self.channel.store.delete_key(f"ack/{version - 1}")  # everyone is past it: actors acknowledged, learners trained since
-        seconds = {"wait": time.perf_counter() - start, "cast": 0.0, "wire": 0.0}
+        seconds = {"wait": self._clock() - start, "cast": 0.0, "wire": 0.0}
         self._transfer_out({name: matrix(shard) for name, shard in shards.items()}, seconds)
         if self.verify:
-            before = time.perf_counter()
+            before = self._clock()
             self._report_shards(version, shards)
             if self.rank == 0:
                 self._compare(version, seconds)
-            seconds["verify"] = time.perf_counter() - before
-        return seconds | {"total": time.perf_counter() - start, "bytes": self.bytes}
+            seconds["verify"] = self._clock() - before
+        return seconds | {"total": self._clock() - start, "bytes": self.bytes}
 
     def _transfer_out(self, shards: dict[str, Tensor], seconds: dict[str, float]) -> None:
         replica, me = divmod(self.rank, self.grid.shards)
         mine = [(number, stream) for number, stream in enumerate(self.plan.streams) if stream.replica == replica]
         flying: list = []
         for turn in range(self.plan.rounds):
-            before = time.perf_counter()
+            before = self._clock()
             buckets = {number: stream.buckets[turn] for number, stream in mine if turn < len(stream.buckets)}
             filled = self._fill(buckets, shards, me)
-            seconds["cast"] += time.perf_counter() - before
-            before = time.perf_counter()
+            seconds["cast"] += self._clock() - before
+            before = self._clock()
             landed, flying = flying, [self._broadcast(number, buffer) for number, buffer in filled.items()]
             self._wait(landed)
-            seconds["wire"] += time.perf_counter() - before
-        before = time.perf_counter()
+            seconds["wire"] += self._clock() - before
+        before = self._clock()
         self._wait(flying)
-        seconds["wire"] += time.perf_counter() - before
+        seconds["wire"] += self._clock() - before
 
     def _fill(self, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor], me: int) -> dict[int, Tensor]:
         """The buckets of this turn whose root this rank is, cast and flattened; owners hand their parts to the roots first."""
@@ -345,12 +366,12 @@ class Publisher:
                     buffer = torch.empty(sum(piece.numel for piece in bucket), dtype=self.dtype, device=self.device)
                     flying.append((bucket, *self._broadcast(number, buffer)))
             for bucket, buffer, work in landed:
-                before = time.perf_counter()
+                before = self._clock()
                 work.wait()
-                arrived = time.perf_counter()
+                arrived = self._clock()
                 _write(bucket, buffer, live)
                 seconds["wire"] += arrived - before
-                seconds["write"] += time.perf_counter() - arrived
+                seconds["write"] += self._clock() - arrived
         return seconds
 
     def _report_live(self, version: int, tensors: dict[str, Tensor], seconds: dict[str, float]) -> None:
@@ -385,7 +406,13 @@ class Publisher:
         for _, work in flying:
             work.wait()
 
-    def measure_link(self) -> float:
+    def _clock(self) -> float:
+        """Seconds, once the device has caught up: on a GPU work.wait() only orders streams."""
+        if self.serial:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _measure_link(self) -> float:
         """GB/s at which the streams carry plain buffers with nothing else going on: the bound of `publish_gb_s`.
 
         Every rank takes part; the streams of a lane share a model's bytes (at most 64 MB), three times, the fastest counts.

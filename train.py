@@ -12,6 +12,8 @@ step s trains. The loop is the same.
     learner                                         fetch payloads, forward, backward, optimizer    send, verify
 """
 
+import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from actor import Engine
+from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError, help_text, parse
 from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from director import Director
@@ -41,14 +44,15 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
     channel, ledger, control = publisher.channel, engine.ledger, f"control/{publisher.rank}"
     groups: dict[int, tuple[dict, list[Request]]] = {}  # group -> its prompt message, its finished samples
     while True:
-        message, graded = channel.pop(control), grader.poll()
+        with ledger.span("exchange"):
+            message, graded = channel.pop(control), grader.poll()
         if engine.scheduler.idle and not (message or graded):
             with ledger.span("wait_prompts"):
                 while not (message or graded):
                     time.sleep(1e-3)
                     message, graded = channel.pop(control), grader.poll()
         if graded:
-            with ledger.span("send"):
+            with ledger.span("exchange"):
                 channel.push("headers", [send_payload(config, channel, groups.pop(group), parts, error) | {"rank": publisher.rank}
                                          for group, parts, error in graded])
         if message is None:
@@ -56,14 +60,15 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
                 prompt, done = groups[request.group]
                 done.append(request)
                 if len(done) == prompt["samples"]:
-                    with ledger.span("send"):
+                    with ledger.span("exchange"):
                         grade_group(encoder, grader, prompt, done)
         elif message["kind"] == "prompts":
-            for prompt in message["prompts"]:
-                groups[prompt["group"]] = (prompt, [])
-                engine.scheduler.add([Request(prompt["group"], number, list(prompt["ids"]), config.rollout.max_new_tokens,
-                                              prompt["temperature"], encoder.stop_ids, prompt["min_version"])
-                                      for number in range(prompt["samples"])])
+            with ledger.span("exchange"):
+                for prompt in message["prompts"]:
+                    groups[prompt["group"]] = (prompt, [])
+                    engine.scheduler.add([Request(prompt["group"], number, list(prompt["ids"]), config.rollout.max_new_tokens,
+                                                  prompt["temperature"], encoder.stop_ids, prompt["min_version"])
+                                          for number in range(prompt["samples"])])
         elif message["kind"] == "publish":
             with ledger.span("publish"):
                 publisher.receive(message["version"], engine.weights())
@@ -103,7 +108,7 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
     """Train on what the director assigns, publish, report. Rank 0 has the director and acts for it in between."""
     channel, rank = publisher.channel, publisher.rank
     ledger = Ledger(config.log.trace)
-    patience = config.rollout.generation_timeout_s + config.collective_timeout_s
+    patience = 2 * config.rollout.generation_timeout_s + config.collective_timeout_s  # an evaluation, then the groups
     if director:
         publisher.announce(0)
     first = publisher.send(0, learner.shards())
@@ -111,6 +116,9 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
         director.started(first)
     ledger.account()
     for step in range(config.steps):
+        if director and director.evaluates:
+            with ledger.span("evaluate"):
+                director.evaluate()
         with ledger.span("wait_rollouts"):
             if director:
                 director.gather()
@@ -124,15 +132,25 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
                 publisher.announce(step + 1)
             report["publish"] = publisher.send(step + 1, learner.shards())
         channel.push("reports", report | {"account": ledger.account(), "events": ledger.events()})
-        if director:
+        if not director:
+            continue
+        with ledger.span("report"):
             director.finish([entry for batch in batches for entry in batch], rollouts)
-    if director:
-        director.close(learner)
-        for actor in publisher.grid.actor_ranks:
-            channel.push(f"control/{actor}", {"kind": "stop"})
-    else:
+    if not director:
+        channel.wait(f"work/{rank}", "rank 0 to begin saving", patience)
         for _ in learner.full_tensors():  # rank 0 saves; gathering each tensor takes every learner
             pass
+        return
+    if director.evaluates:
+        with ledger.span("evaluate"):
+            director.evaluate()
+    for other in range(1, publisher.grid.learners):
+        channel.push(f"work/{other}", {"save": True})
+    with ledger.span("checkpoint"):
+        director.save(learner)
+    director.close(ledger.events())
+    for actor in publisher.grid.actor_ranks:
+        channel.push(f"control/{actor}", {"kind": "stop"})
 
 
 def make_sample(rollouts: dict[int, list[Rollout]], entry: list) -> Sample:
@@ -145,15 +163,26 @@ def make_sample(rollouts: dict[int, list[Rollout]], entry: list) -> Sample:
 def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
     """Training prompts and the held-out ones. Raises ConfigError."""
     prompts = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed)
+    prompts.draw()  # raises if no prompt fits
+    prompts.cursor = prompts.skipped = 0
     if not config.eval.every:
         return prompts, []
     rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")
-    held_out = Prompts(rows[:config.eval.max_prompts], config.data, encoder, config.seed).fitting()
-    return prompts, held_out
+    data = dataclasses.replace(config.data, path=config.data.eval_path)
+    return prompts, Prompts(rows[:config.eval.max_prompts], data, encoder, config.seed).fitting()
+
+
+def pick_device(config: Config) -> torch.device:
+    """A GPU of its own for every rank of this machine, or the CPU for all of them; exact mode is the CPU's."""
+    local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.exact or torch.cuda.device_count() < ranks:
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def run(config: Config) -> None:
-    """One rank's whole life. Everything a user can get wrong is checked before the first process group."""
+    """One rank's whole life. What a user can get wrong is checked before the first process group."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ConfigError(f"{world} ranks were started, but learner.replicas x learner.shards + actor.replicas x actor.tp = "
@@ -169,22 +198,22 @@ def run(config: Config) -> None:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
     grid = Grid.of(config)
     prompts, held_out = load_prompts(config, encoder) if rank == 0 else (None, [])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = pick_device(config)
+    shapes = parameter_shapes(shape)
+    if rank == 0 and config.model.init == "load":
+        with contextlib.closing(WeightFolder(config.model.path)) as folder:
+            check_names(folder, shapes, shape.tied)
     engine = grader = None
     if rank in grid.actor_ranks:
         engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace))
         grader = Grader(config.reward)
         grader.wait_ready()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     limit = timedelta(seconds=config.collective_timeout_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
     channel = open_channel(rank, config.collective_timeout_s)
-    shapes = parameter_shapes(shape)
     plan = agree_on_plan(channel, config, shapes, (same_layout(shapes), shapes) if engine else None)
     groups = make_groups(grid, plan, device.type, config.collective_timeout_s)
     publisher = Publisher(channel, plan, groups, config, device)
-    link_gb_s = publisher.measure_link()
     if engine:
         pool, longest = engine.scheduler.capacity, engine.full_length_sequences
         print(f"rank {rank}: actor, KV pool of {pool} tokens = {longest} longest sequences", flush=True)
@@ -192,7 +221,7 @@ def run(config: Config) -> None:
         grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
-        run_learner(config, learner, publisher, Director(config, channel, prompts, held_out, link_gb_s) if rank == 0 else None)
+        run_learner(config, learner, publisher, Director(config, publisher, prompts, held_out) if rank == 0 else None)
     dist.barrier()  # rank 0 holds the store: it leaves last
     dist.destroy_process_group()
 
@@ -211,9 +240,11 @@ def main(argv: list[str]) -> int:
         if rank in speakers:
             print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
-    except (PublicationError, TimeoutError, FloatingPointError) as error:
+    except (PublicationError, TimeoutError, FloatingPointError, dist.DistError) as error:
         role = "learner" if rank < Grid.of(config).learners else "actor"
         print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
+        if rank == 0:
+            time.sleep(2.0)  # it holds the store, from which the others learn why
         return 1
     except KeyboardInterrupt:
         return 130

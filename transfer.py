@@ -14,6 +14,7 @@ odd random keys. Additive over shards and slices, and any single changed element
 annihilates no difference below 2^32. A guard against faults, not against adversaries.
 """
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class TransferPlan:
     def rounds(self) -> int:
         return max((len(stream.buckets) for stream in self.streams), default=0)
 
-    @property
+    @functools.cached_property
     def hands_off(self) -> bool:
         """Whether some owner is not the root of its stream, and so must send its part to the root first."""
         return any(piece.owner != stream.root for stream in self.streams for bucket in stream.buckets for piece in bucket)
