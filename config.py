@@ -11,7 +11,6 @@ silently dropped costs a whole run. `check()` then refuses combinations that can
 
 import dataclasses
 import difflib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -309,8 +308,6 @@ def check(config: Config) -> None:
         problems.append(f"`eval.every` = {config.eval.every} needs `data.eval_path`")
     if config.exact and config.model.dtype != "float32":
         problems.append(f"`exact` needs `model.dtype` = float32, not {config.model.dtype}")
-    if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
-        problems.append("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
     if problems:
         raise ConfigError("\n".join(problems))
 

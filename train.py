@@ -14,6 +14,7 @@ step s trains. The loop is the same.
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import sys
 import time
@@ -193,6 +194,8 @@ def run(config: Config) -> None:
     if config.exact and torch.get_num_threads() > 2:
         raise ConfigError(f"`exact` with {torch.get_num_threads()} threads: torch's SiLU rounds differently at the seams between "
                           "three and more; set OMP_NUM_THREADS=1")
+    if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
     encoder = Encoder(config.model.path, config.rollout.stop)
     if encoder.vocab > shape.vocab:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
@@ -237,8 +240,9 @@ def main(argv: list[str]) -> int:
         speakers.add(Grid.of(config).learners)  # the first of each role speaks for all
         run(config)
     except ConfigError as error:
-        if rank in speakers:
-            print(f"config error: {error}", file=sys.stderr, flush=True)
+        if rank not in speakers:
+            time.sleep(3.0)  # where all fail alike, the speakers' exit ends this rank before it repeats them
+        print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
     except (PublicationError, TimeoutError, FloatingPointError, dist.DistError) as error:
         role = "learner" if rank < Grid.of(config).learners else "actor"

@@ -57,11 +57,12 @@ def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> lis
     return [entry["result"] for entry in done]
 
 
-def torchrun(world: int, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess:
-    """The real command line, on the toy unless the arguments say otherwise."""
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
-                           str(free_port()), "train.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
-                          env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280) -> subprocess.CompletedProcess:
+    """The real command line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port()),
+               script, *arguments]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=os.environ | settings)
 
 
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:

@@ -260,7 +260,7 @@ def test_a_tied_head_moves_with_its_embedding(tmp_path):
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert "lm_head.weight" not in saved and saved["model.embed_tokens.weight"][7].tolist() == engine["head"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.lm_head.weight[7].tolist() == engine["head"] and min(engine["head"]) > 0.9
+    assert loaded.lm_head.weight[7].tolist() == engine["head"] and min(engine["head"]) > 0.5
 
 
 def test_reference_is_the_start_and_stays_there():
@@ -301,6 +301,15 @@ def test_no_tensor_of_tokens_by_vocabulary_exists():
     with LargestAllocation() as largest:
         learner.train_step([batch], 0, Ledger(False))
     assert largest.numel == 2 * 4096 * 64 + 64  # embedding, head and last norm; a chunk of logits is half of it
+
+
+def test_a_gradient_that_is_not_finite_touches_nothing():
+    """NaN applied, published and proved: the run ends naming the step, and the weights are those of the step before."""
+    learner = new_learner(toy())
+    before = {name: shard.clone() for name, shard in learner.shards().items()}
+    with pytest.raises(FloatingPointError, match="step 7: the gradient's norm is nan"):
+        learner.train_step([[dataclasses.replace(samples(1)[0], advantage=float("nan"))]], 7, Ledger(False))
+    assert all(torch.equal(before[name], shard) for name, shard in learner.shards().items())
 
 
 def test_gradients_are_clipped_to_the_global_norm():

@@ -202,8 +202,9 @@ def test_grpo_against_a_loop_in_float64(estimator, dual_clip, with_ref):
     if dual_clip:
         binds |= (advantages < 0) & (ratio > dual_clip)
     assert torch.equal(statistics["clipped"], binds.float()) and 10 < binds.sum() < 190
-    against, kind = (old, "k3") if ref is None else (ref, estimator)
-    assert torch.equal(statistics["kl"], kl(logps.detach(), against, kind)) and not statistics["kl"].requires_grad
+    # Without a reference: the drift from the policy that sampled, KL(old || new), whose samples these are.
+    drift = kl(old, logps.detach(), "k3") if ref is None else kl(logps.detach(), ref, estimator)
+    assert torch.equal(statistics["kl"], drift) and not statistics["kl"].requires_grad
 
 
 def test_grpo_stays_finite_where_the_policy_has_moved_100_nats():

@@ -107,6 +107,15 @@ def test_a_second_run_moves_the_first_aside(exact_run, tmp_path):
     assert (tmp_path / "run.1" / "config.yaml").is_file() and (run_dir / "config.yaml").is_file()
 
 
+def test_a_flipped_bit_ends_the_run_on_both_sides_with_one_line(tmp_path):
+    """Proof 2 in a real run: no step is trained on samples of weights that are not the learner's."""
+    done = torchrun(2, TOY, f"run_dir={tmp_path / 'run'}", "steps=9", "eval.every=0", "log.trackers=[]", script="tests/flip.py")
+    assert done.returncode != 0 and f'File "{ROOT / "train.py"}"' not in done.stderr
+    for side in ("rank 0 (learner)", "rank 1 (actor)"):
+        assert f"{side} stopped: publication of version 2 is not what was sent: model.norm.weight differs on rank 1" in done.stderr
+    assert len(rows(tmp_path / "run")) == 1, "step 1's publication failed: its row must not be written"
+
+
 @pytest.mark.parametrize(("overrides", "message"), [
     (["learner.learning_rat=1"], "did you mean `learner.lr`"),
     (["actor.replicas=2"], "--nproc-per-node 3"),
@@ -117,7 +126,7 @@ def test_bad_input_is_refused_before_any_process_group(tmp_path, overrides, mess
     """R6: exit 2 (torchrun reports 1) and one message that names the field and the fix, no traceback, no run folder."""
     done = torchrun(2, TOY, f"run_dir={tmp_path / 'run'}", *overrides, timeout_s=90)
     assert done.returncode != 0 and message in done.stderr and done.stderr.count("config error") == 1
-    assert "Traceback (most recent call last):\n  File \"" + str(ROOT / "train.py") not in done.stderr
+    assert f'File "{ROOT / "train.py"}"' not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -133,7 +142,8 @@ def test_help_documents_every_field():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("world", "overrides"), [
     (2, ["seed=1"]), (2, ["seed=2"]), (2, ["max_staleness=1"]),
-    (4, ["actor.replicas=2", "learner.shards=2"]), (4, ["actor.replicas=2", "learner.shards=2", "max_staleness=1"])])
+    (4, ["actor.replicas=2", "learner.shards=2"]), (4, ["actor.replicas=2", "learner.replicas=2"]),
+    (4, ["actor.replicas=2", "learner.shards=2", "max_staleness=1"])])
 def test_the_toy_is_learned(tmp_path, world, overrides):
     """The embedded default reaches .9 from random weights, for every seed, world and staleness."""
     metrics = train(tmp_path / "run", world, *overrides)
