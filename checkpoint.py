@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: each rank reads only its slices, and no rank ever holds the whole model.
+"""Hugging Face folders in and out: each rank reads only its slices, and no rank gathers the whole model.
 
     python checkpoint.py --gguf FILE --out FOLDER      # a GGUF file to a plain folder, through transformers' own loader
 

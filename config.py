@@ -102,7 +102,7 @@ class Actor:
     replicas: Positive = 1
     """Rollout engines."""
     tp: Positive = 1
-    """Ranks that share one engine by tensor parallelism."""
+    """Ranks that share one engine by tensor parallelism; only 1 is implemented."""
     block_size: Positive = 16
     """Tokens in one KV block; small wastes less of a sequence's last block, large makes shorter tables."""
     kv_blocks: Count = 0
@@ -206,7 +206,7 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=1 << 63), _Number] = 0
     """Seed of initial weights, data order and sampling."""
     exact: bool = False
-    """Make engine and learner logprobs equal bit for bit: CPU, float32, tp 1, widths that are multiples of 16."""
+    """Make engine and learner logprobs equal bit for bit: CPU, float32, at most 2 threads, widths that are multiples of 16."""
     max_staleness: Annotated[int, Field(ge=0, le=1), _Number] = 0
     """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off."""
     placement: Literal["split"] = "split"

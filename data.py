@@ -1,8 +1,8 @@
-"""Prompts: rows from a file, encoded once, drawn in a reproducible order with a cursor.
+"""Prompts: rows from a file, encoded once, drawn in a reproducible order with a cursor. Rollouts: plain data and its bytes.
 
 Token ids go in and token ids come out: text exists only here, around grading, and in logs. A plain string prompt is encoded as
-the tokenizer would (with its BOS, once); a list of {role, content} messages goes through the chat template, which brings its own
-special tokens.
+the tokenizer would (with a BOS only if it adds one, and once); a list of {role, content} messages goes through the chat template,
+which brings its own special tokens.
 """
 
 import json

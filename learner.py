@@ -135,7 +135,7 @@ class Learner:
     def train_step(self, micro_batches: list[list[Sample]], step: int, ledger: Ledger) -> dict:
         """Forward, backward and one optimizer step. All learner ranks call it with equally many micro-batches.
 
-        Returns this rank's sums over trained response tokens (`tokens entropy kl clipped gap`), `gap_max`, model `flops`, the
+        Returns this rank's sums over trained response tokens (`loss tokens entropy kl clipped gap`), `gap_max`, model `flops`, the
         global `grad_norm`, `lr`, and `sample_gaps`: the largest |logprob - engine's| of each sample, in order.
         """
         sums = dict.fromkeys(("loss", "tokens", "entropy", "kl", "clipped", "gap", "gap_max", "flops"), 0.0) | {"sample_gaps": []}

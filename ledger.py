@@ -4,7 +4,8 @@ A rank's main timeline is split without overlap: spans may nest, and an inner sp
 no span covers is `other`, and is shown like the rest. Work that overlaps the timeline (grading) is counted beside it.
 
     RUN/metrics.jsonl   one object a step          RUN/config.yaml   the effective config, revision and versions
-    RUN/rollouts.jsonl  samples with their text    RUN/trace.json    spans of all ranks; open in ui.perfetto.dev
+    RUN/eval.jsonl      one an evaluation          RUN/trace.json    spans of all ranks; open in ui.perfetto.dev
+    RUN/rollouts.jsonl  samples with their text    RUN/model/        the trained model
 """
 
 import json

@@ -33,8 +33,8 @@ class Tokens:
 def group_advantages(rewards: list[float | None], use_std: bool) -> list[float]:
     """Rewards of one prompt's samples, centred and (GRPO) divided by their standard deviation, ddof 1.
 
-    Unscored samples (None) get 0 and do not count. A group whose rewards are equal up to rounding is 0 exactly: the standard
-    deviation of eight times 0.35 is not zero in floating point, and dividing by it would make noise into advantages of 0.7.
+    Unscored samples (None) get 0 and do not count. A group whose rewards are equal up to rounding is 0 exactly: in
+    fp32 the standard deviation of eight times 0.35 is 3e-8, and dividing by it would make noise into advantages of 0.9.
     Source: GRPO, arXiv 2402.03300; without the division, Dr.GRPO, arXiv 2503.20783.
     """
     scored = [reward for reward in rewards if reward is not None]

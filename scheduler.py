@@ -11,7 +11,7 @@ can be shared. What differs from vLLM: a shared block is found by exact content,
 (identity of the parent block, its tokens), and the first parent is the weight version, so that keys and values of two versions
 never mix. The partial tail of a shared prompt is recomputed privately, hence no copy-on-write exists.
 
-`ReleaseGate` is the one mechanism behind on-policy, one-step-off and bounded-async training.
+`ReleaseGate` is the one mechanism behind on-policy and off-policy training, whatever the bound.
 """
 
 from collections import Counter, OrderedDict, deque

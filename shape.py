@@ -171,7 +171,7 @@ def shape_from_hf(hf: dict) -> Shape:
 
 
 def check_exact(config: Config, shape: Shape) -> None:
-    """Refuse exact mode where bit equality was never shown (DESIGN: SiLU changes bits at other widths)."""
+    """Refuse exact mode where bits are known to differ: SiLU changes them at other widths, for few rows."""
     widths = {"hidden_size": shape.hidden, "intermediate_size": shape.ffn, "head_dim": shape.head_dim,
               "vocab_size": shape.vocab}
     for name, width in widths.items():

@@ -9,7 +9,7 @@ A publication, after every optimizer step and once at the start (actors never re
     announced on the store -> each actor acknowledges at a step boundary -> when all have, every rank enters the broadcasts
     -> bucket by bucket: cast | wire | write, two buckets in flight -> digests of the live tensors compared -> version v is live
 
-No rank ever holds the whole model on the learner's side. What lands where is transfer.py's plan.
+The model is never gathered on the learner's side. What lands where is transfer.py's plan.
 """
 
 import json

@@ -230,7 +230,7 @@ def run(config: Config) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done, 1 the run failed (one line says why), 2 the config is wrong, 130 interrupted."""
+    """Exit status: 0 done, 1 the run failed (one line for what is foreseen), 2 the config is wrong, 130 interrupted."""
     if {"--help", "-h"} & set(argv):
         print(help_text())
         return 0

@@ -55,9 +55,12 @@ def main() -> None:
         parser.error(f"{arguments.run}/metrics.jsonl has no steps")
     out = arguments.out or arguments.run / "plot.png"
     plot(arguments.run, out)
-    last = metrics[-10:]
-    print(f"reward {metrics[0]['reward']:.3f} at the start, {sum(row['reward'] for row in last) / len(last):.3f} over the last "
-          f"{len(last)} of {len(metrics)} steps, {sum(row['step_s'] for row in metrics):.0f} s of training")
+    rewards = [row["reward"] for row in metrics if row["reward"] is not None]
+    if rewards:
+        last = rewards[-10:]
+        seconds = sum(row["step_s"] for row in metrics)
+        print(f"reward {rewards[0]:.3f} at the start, {sum(last) / len(last):.3f} over the last {len(last)} "
+              f"of {len(metrics)} steps, {seconds:.0f} s of training")
     print(f"plots: {out} and `tensorboard --logdir {arguments.run}`")
 
 

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences (learner) and over paged keys and values (engine), CPU.
+"""Causal attention over packed sequences (learner) and over paged keys and values (engine), in torch.
 
     o[t] = sum_j softmax_j(q[t] . k[j] / sqrt(D)) v[j]      over j <= position(t), and j > position(t) - window if windowed
 
