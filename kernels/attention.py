@@ -26,17 +26,16 @@ KEY_BLOCK = 16  # keys of one step of the exact loop
 
 
 def block_attention(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int) -> Tensor:
-    """Attention with a fixed order of summation. S is a multiple of 4, J of 16; returns [N, S, H, D].
+    """Attention with a fixed order of summation: S queries at `positions` against keys 0...J-1; returns [N, S, H, D].
 
     Bought with work: every query meets every key block, masked or not, and autograd keeps `out` once a block.
     """
-    N, S, H, D = q_NSHD.shape
-    repeat = H // k_NJKD.shape[2]
-    q = (q_NSHD * D**-0.5).transpose(1, 2).contiguous()
-    k = k_NJKD.transpose(1, 2).repeat_interleave(repeat, 1)
-    v = v_NJKD.transpose(1, 2).repeat_interleave(repeat, 1)
-    largest = q.new_full((N, H, S, 1), -1e30)  # finite: a row whose first blocks are all masked keeps exp(0) = 1
-    total = q.new_zeros((N, H, S, 1))
+    queries, repeat = q_NSHD.shape[1], q_NSHD.shape[2] // k_NJKD.shape[2]
+    positions_NS = torch.cat([positions_NS, positions_NS[:, -1:].expand(-1, -queries % ROW_PAD)], 1)
+    q = (_pad_to(q_NSHD, 1, ROW_PAD) * q_NSHD.shape[3] ** -0.5).transpose(1, 2).contiguous()
+    k, v = (_pad_to(x, 1, KEY_BLOCK).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_NJKD, v_NJKD))
+    largest = torch.full_like(q[..., :1], -1e30)  # finite: a row whose first blocks are all masked keeps exp(0) = 1
+    total = torch.zeros_like(largest)
     out = torch.zeros_like(q)
     for start in range(0, k.shape[2], KEY_BLOCK):
         keys, values = k[:, :, start:start + KEY_BLOCK].contiguous(), v[:, :, start:start + KEY_BLOCK].contiguous()
@@ -48,7 +47,15 @@ def block_attention(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS
         total = total * scale + weights.sum(-1, keepdim=True)
         out = out * scale + weights @ values
         largest = new_largest
-    return (out / total).transpose(1, 2)
+    return (out / total).transpose(1, 2)[:, :queries]
+
+
+def sdpa_attention(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int) -> Tensor:
+    """The same by torch's SDPA with a mask: faster for long contexts, and its bits depend on the shapes."""
+    mask = _visible(torch.arange(k_NJKD.shape[1], device=q_NSHD.device), positions_NS, window)[:, None]
+    out = F.scaled_dot_product_attention(q_NSHD.transpose(1, 2), k_NJKD.transpose(1, 2), v_NJKD.transpose(1, 2),
+                                         attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def _visible(j: Tensor, positions_NS: Tensor, window: int) -> Tensor:
@@ -61,20 +68,6 @@ def _pad_to(x: Tensor, dim: int, multiple: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
-def _attend(q_NSHD: Tensor, k_NJKD: Tensor, v_NJKD: Tensor, positions_NS: Tensor, window: int, exact: bool) -> Tensor:
-    """One bucket: S queries at `positions` against J keys at 0...J-1."""
-    S, J = q_NSHD.shape[1], k_NJKD.shape[1]
-    if exact:
-        padded = torch.cat([positions_NS, positions_NS[:, -1:].expand(-1, -S % ROW_PAD)], 1)
-        out = block_attention(_pad_to(q_NSHD, 1, ROW_PAD), _pad_to(k_NJKD, 1, KEY_BLOCK), _pad_to(v_NJKD, 1, KEY_BLOCK),
-                              padded, window)
-        return out[:, :S]
-    mask = _visible(torch.arange(J, device=q_NSHD.device), positions_NS, window)[:, None]
-    out = F.scaled_dot_product_attention(q_NSHD.transpose(1, 2), k_NJKD.transpose(1, 2), v_NJKD.transpose(1, 2),
-                                         attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
 class PackedAttention:
     """Attention within each of the packed sequences; rows behind the last one are padding and give zeros.
 
@@ -82,7 +75,7 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: list[int], exact: bool, device: torch.device):
-        self.exact, self.total = exact, sum(lengths)
+        self.attend, self.total = block_attention if exact else sdpa_attention, sum(lengths)
         starts: dict[int, list[int]] = {}
         start = 0
         for length in lengths:
@@ -97,10 +90,10 @@ class PackedAttention:
         parts = []
         for rows_NS in self.buckets:
             q, k, v = q_THD[rows_NS], k_TKD[rows_NS], v_TKD[rows_NS]
-            if self.exact or window:
+            if self.attend is block_attention or window:
                 positions = torch.arange(rows_NS.shape[1], device=q.device).expand(rows_NS.shape)
-                out = _attend(q, k, v, positions, window, self.exact)
-            else:
+                out = self.attend(q, k, v, positions, window)
+            else:  # needs no mask tensor
                 out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
                                                      is_causal=True, enable_gqa=True).transpose(1, 2)
             parts.append(out.flatten(0, 1))
@@ -128,7 +121,8 @@ class PagedAttention:
     """
 
     def __init__(self, cache: Tensor, slots_T: Tensor, buckets: list[Bucket], exact: bool):
-        self.cache, self.slots_T, self.buckets, self.exact = cache, slots_T, buckets, exact
+        self.cache, self.slots_T, self.buckets = cache, slots_T, buckets
+        self.attend = block_attention if exact else sdpa_attention
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
         keys, values = self.cache[layer]
@@ -136,7 +130,7 @@ class PagedAttention:
         write_kv(values, v_TKD, self.slots_T)
         out = torch.zeros_like(q_THD)
         for bucket in self.buckets:
-            part = _attend(q_THD[bucket.rows_NS], keys[bucket.slots_NJ], values[bucket.slots_NJ],
-                           bucket.positions_NS, window, self.exact)
+            part = self.attend(q_THD[bucket.rows_NS], keys[bucket.slots_NJ], values[bucket.slots_NJ],
+                               bucket.positions_NS, window)
             out[bucket.rows_NS.flatten()] = part.flatten(0, 1)
         return out

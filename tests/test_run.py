@@ -41,10 +41,12 @@ def test_engine_and_learner_agree_bit_for_bit(exact_run):
     assert len({row["loss"] for row in metrics}) == 20, "nothing was trained"
 
 
-def test_two_actors_give_the_metrics_of_one(exact_run, tmp_path):
-    """Samples that depend on their batch mates, or results taken in order of arrival, make every run another one."""
-    metrics = train(tmp_path / "run", 3, "actor.replicas=2", *SHORT)
+def test_two_actors_and_evaluations_give_the_metrics_of_one_actor_without(exact_run, tmp_path):
+    """Samples that depend on their batch mates, results taken in order of arrival, and evaluations that draw random numbers
+    make every run another one."""
+    metrics = train(tmp_path / "run", 3, "actor.replicas=2", *SHORT, "eval.every=6")
     assert without_clocks(metrics) == without_clocks(rows(exact_run))
+    assert [row["version"] for row in rows(tmp_path / "run", "eval.jsonl")] == [0, 6, 12, 18, 20]
 
 
 def test_same_seed_same_metrics_however_the_engine_is_squeezed(tmp_path):
