@@ -31,17 +31,18 @@ def plot(run: Path, out: Path) -> None:
     gap.plot(steps, [row["logprob_gap_max"] for row in metrics])
     gap.set(title="largest |learner logprob - engine logprob|", xlabel="updates")
     gap.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
-    for number, role in enumerate(("learner", "actor")):
-        skipped = {f"t_{role}_wall"}
-        kinds = sorted({key for row in metrics for key in row if key.startswith(f"t_{role}_") and "beside" not in key} - skipped)
+    shares = {role: {key.removeprefix(f"t_{role}_") for row in metrics for key in row
+                     if key.startswith(f"t_{role}_") and "beside" not in key and not key.endswith("_wall")}
+              for role in ("learner", "actor")}
+    kinds = sorted(shares["learner"] | shares["actor"])
+    for number, role in enumerate(shares):
         left = 0.0
-        for kind in kinds:
-            mean = sum(row.get(kind, 0.0) for row in metrics) / max(1, len(metrics))
-            name = kind.removeprefix(f"t_{role}_")
-            seconds.barh(number, mean, left=left, label=f"{role}: {name}")
+        for index, kind in enumerate(kinds):
+            mean = sum(row.get(f"t_{role}_{kind}", 0.0) for row in metrics) / max(1, len(metrics))
+            seconds.barh(number, mean, left=left, color=plt.get_cmap("tab20")(index), label=kind if number == 0 else None)
             left += mean
-    seconds.set(title="seconds a step, mean", yticks=[0, 1], yticklabels=["learner", "actor"])
-    seconds.legend(fontsize=6, ncols=2)
+    seconds.set(title="seconds a step, mean", yticks=[0, 1], yticklabels=list(shares))
+    seconds.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.savefig(out, dpi=110)
 
 
