@@ -234,14 +234,13 @@ def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text())
         return 0
-    rank, speakers = int(os.environ.get("RANK", 0)), {0}
+    rank = int(os.environ.get("RANK", 0))
     try:
         config = parse(argv)
-        speakers.add(Grid.of(config).learners)  # the first of each role speaks for all
         run(config)
     except ConfigError as error:
-        if rank not in speakers:
-            time.sleep(3.0)  # where all fail alike, the speakers' exit ends this rank before it repeats them
+        if rank:
+            time.sleep(3.0)  # where all fail alike, rank 0's exit ends this one before it repeats the message
         print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
     except (PublicationError, TimeoutError, FloatingPointError, dist.DistError) as error:
