@@ -41,6 +41,13 @@ def test_engine_and_learner_agree_bit_for_bit(exact_run):
     assert len({row["loss"] for row in metrics}) == 20, "nothing was trained"
 
 
+def test_a_repeat_gives_the_same_metrics(exact_run, tmp_path):
+    """A seed that does not reach initial weights, data order, or sampling."""
+    metrics = without_clocks(train(tmp_path / "run", 2, *SHORT))
+    assert metrics == without_clocks(rows(exact_run))
+    assert metrics[0]["reward"] != train(tmp_path / "other", 2, *SHORT, "seed=1", "steps=1")[0]["reward"]
+
+
 def test_two_actors_and_evaluations_give_the_metrics_of_one_actor_without(exact_run, tmp_path):
     """Samples that depend on their batch mates, results taken in order of arrival, and evaluations that draw random numbers
     make every run another one."""
