@@ -1,112 +1,81 @@
-"""The rollout engine: paged KV cache, continuous batching, sampling. scheduler.py decides what, this file computes it.
+"""The rollout engine: requests in, finished requests out. scheduler.py decides what is computed, runner.py computes it.
+
+    python actor.py --model models/smollm2-135m --prompt "The capital of France is" --max-tokens 32
 
 One step gathers the scheduled tokens of all requests into one packed forward, prefill chunks and decodes together, writes their
 keys and values, and samples a token for every request that has caught up. Decode is memory-bound: a step reads all weights once
 (141 GB for a 70B in bf16, 3.7 ms on 8 H200) whether it serves one request or 200, which is why everything here is about keeping
 the batch full.
 
-Sampling is one log_softmax for the token and its logprob, the tempered and untruncated one that the learner reproduces. The one
-uniform number a token needs is a counter-based function of (seed, group, sample, position), so a sample does not depend on its
-batch mates, its slot, preemption, or how many actors there are.
+`Engine` is what train.py drives: weights arrive from outside and a publication sends running requests back to their prompt.
+`LLM` is the same engine for use alone, with the interface of vLLM's: load a folder, `generate(prompts, params)`. What differs from
+vLLM: a sample's random numbers depend on its seed, prompt and number only, never on the batch; the logprob of a token is the
+tempered, untruncated one, whatever top-p and top-k cut away, because that is what a learner can reproduce.
 """
 
-import math
+import argparse
+import contextlib
+import os
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import numpy as np
-import psutil
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in train.py; read when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
 import torch
+import torch.distributed as dist
+import yaml
 from torch import Tensor
 
-from config import Config, ConfigError
-from kernels.attention import Bucket, PagedAttention
+from checkpoint import WeightFolder, check_names, load_layout
+from config import Config, ConfigError, build
+from data import Detokenizer, Encoder
 from ledger import Ledger
-from model import Transformer
+from model import parameter_shapes
+from parallel import Lane, check_lanes
+from runner import Runner
 from scheduler import Request, Scheduler
-from shape import Shape
-
-
-def uniforms(seed: int, keys: list[tuple[int, int, int]]) -> np.ndarray:
-    """One number in [0, 1) for each (group, sample, position), float64 with 48 random bits.
-
-    splitmix64's finaliser over the chained key (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195). 48 bits, so that
-    u x total < total after rounding, and an inverse-CDF search never runs past the last token with a probability.
-    """
-    columns = np.array(keys, np.int64).reshape(-1, 3).T.astype(np.uint64)
-    state = np.zeros(len(keys), np.uint64)
-    with np.errstate(over="ignore"):  # 64-bit wrap-around is meant
-        for column in (np.full(len(keys), seed, np.uint64), *columns):  # an unmixed seed would only permute the groups
-            state = (state ^ column) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-    return (state >> np.uint64(16)).astype(np.float64) * 2.0**-48
-
-
-def sample(logp_RV: Tensor, greedy_R: list[bool], uniforms_R: np.ndarray) -> list[tuple[int, float]]:
-    """(token, logprob) of each row: argmax where greedy, else the first token whose cumulative probability exceeds u.
-
-    Raises FloatingPointError if a row is not finite.
-    """
-    if all(greedy_R):
-        tokens_R = logp_RV.argmax(-1)
-    else:
-        cumulative_RV = torch.cumsum(logp_RV.exp(), -1, dtype=torch.float64)
-        targets_R1 = torch.from_numpy(uniforms_R).to(logp_RV.device)[:, None] * cumulative_RV[:, -1:]
-        tokens_R = torch.searchsorted(cumulative_RV, targets_R1, right=True)[:, 0]
-        if any(greedy_R):
-            tokens_R = torch.where(torch.tensor(greedy_R, device=logp_RV.device), logp_RV.argmax(-1), tokens_R)
-    tokens_R = tokens_R.clamp(max=logp_RV.shape[1] - 1)  # a row of NaN finds no token; it is reported below
-    drawn = list(zip(tokens_R.tolist(), logp_RV.gather(1, tokens_R[:, None])[:, 0].tolist(), strict=True))
-    if not all(math.isfinite(logprob) for _, logprob in drawn):
-        raise FloatingPointError("the logits are not finite: the published weights hold NaN or infinities")
-    return drawn
-
-
-def pool_blocks(config: Config, shape: Shape, device: torch.device) -> int:
-    """KV blocks that the configured share of free memory holds, but no more than all slots full of longest sequences need."""
-    settings = config.actor
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    useful = settings.max_num_seqs * -(-longest // settings.block_size)
-    if settings.kv_blocks:
-        return settings.kv_blocks
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    block_bytes = shape.kv_bytes_per_token(getattr(torch, config.model.dtype).itemsize) * settings.block_size
-    return min(int(free * settings.kv_memory_fraction) // block_bytes, useful)
+from shape import Shape, check_exact, read_shape
 
 
 class Engine:
-    """Requests in, finished requests out. Weights arrive from outside, written into `weights()` in place."""
+    """Requests in, finished requests out. Weights arrive from outside, written into `weights()` in place.
 
-    def __init__(self, config: Config, shape: Shape, vocab: int, device: torch.device, ledger: Ledger):
+    With several lanes every rank of the engine runs one, and must make the same calls in the same order: scheduling and sampling
+    are deterministic, so all of them then hold the same state.
+    """
+
+    def __init__(self, config: Config, shape: Shape, vocab: int, device: torch.device, ledger: Ledger, lane: Lane | None = None):
         self.config, self.shape, self.device, self.ledger = config, shape, device, ledger
-        dtype = getattr(torch, config.model.dtype)
-        with torch.device("meta"):
-            model = Transformer(shape, vocab)
-        self.model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-        self.model.tie()
-        settings = config.actor
-        blocks = pool_blocks(config, shape, device)
-        self.scheduler = Scheduler(blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens, version=-1)
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        if self.scheduler.capacity < longest:
-            raise ConfigError(f"the KV pool holds {self.scheduler.capacity} tokens, one longest sequence (data.max_prompt_tokens + "
-                              f"rollout.max_new_tokens) needs {longest}; raise actor.kv_blocks or actor.kv_memory_fraction")
-        slots = blocks * settings.block_size
-        self.cache = torch.zeros(shape.layers, 2, slots, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
-        self.full_length_sequences = self.scheduler.capacity // longest
-        self.weight_bytes = sum(weight.nbytes for weight in self.weights().values())  # read by a decode step
-        if not shape.tied:  # of a separate embedding only a few rows are
-            self.weight_bytes -= self.weights()["model.embed_tokens.weight"].nbytes
+        self.runner = Runner(config, shape, vocab, device, lane or Lane())
+        self._make_scheduler()
         self._counters: Counter[str] = Counter()
 
+    def _make_scheduler(self) -> None:
+        settings = self.config.actor
+        self.scheduler = Scheduler(self.runner.blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens,
+                                   version=-1)
+
+    def connect(self, group: dist.ProcessGroup | None = None) -> None:
+        """Before the first step, once process groups exist: join the other lanes, agree on the pool, capture CUDA graphs."""
+        self.runner.connect(group)
+        self._make_scheduler()
+
+    @property
+    def full_length_sequences(self) -> int:
+        """Longest sequences that the KV pool holds at once."""
+        return self.scheduler.capacity // self.config.max_model_len
+
     def weights(self) -> dict[str, Tensor]:
-        """The live tensors by parameter name, a tied head once."""
-        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+        """The live tensors by name, a tied head once; `runner.layout` says where the learner's parameters land in them."""
+        return self.runner.weights()
 
     def publish(self, version: int) -> None:
         """The weights have been overwritten: nothing cached is valid; running requests prefill again under `version`."""
+        self.runner.refresh()
         self.scheduler.publish(version)
 
     def step(self) -> list[Request]:
@@ -118,12 +87,12 @@ class Engine:
             context = sum(request.num_computed + request.num_scheduled for request in batch)
             span[0] = "decode" if decoding else "prefill"
             if batch:
-                self.scheduler.commit(batch, self._compute(batch))
+                self.scheduler.commit(batch, self.runner.compute(batch))
         if decoding and batch:
-            read = self.weight_bytes + context * self.shape.kv_bytes_per_token(self.cache.element_size())
+            read = self.runner.weight_bytes + context * self.runner.cache[:, :, 0].nbytes
             self._counters.update(decode_seconds=time.perf_counter() - start, decode_bytes=read)
         finished, self.scheduler.finished = self.scheduler.finished, []
-        for request in finished:
+        for request in finished if self.runner.lane.rank == 0 else ():  # every lane sees the same
             self._counters.update(prefix_hits=request.prefix_hits, preemptions=request.preemptions)
         return finished
 
@@ -133,45 +102,164 @@ class Engine:
         counters, self._counters = dict(self._counters), Counter()
         return {name: counters.get(name, 0) for name in ("decode_bytes", "decode_seconds", "prefix_hits", "preemptions")}
 
-    @torch.inference_mode()
-    def _compute(self, batch: list[Request]) -> list[tuple[int, float]]:
-        ids_T, positions_T, attend = self._pack(batch)
-        ends = np.cumsum([request.num_scheduled for request in batch]) - 1
-        drawn = [(request, int(end)) for request, end in zip(batch, ends, strict=True) if request.catches_up]
-        if not drawn:
-            self.model.model(ids_T, positions_T, attend)  # chunks only: no logits, no random number
-            return []
-        requests = [request for request, _ in drawn]
-        temperatures = torch.tensor([[request.temperature or 1.0] for request in requests], device=self.device)
-        rows_R = torch.tensor([end for _, end in drawn], device=self.device)
-        logp_RV = self.model.next_log_probs(ids_T, positions_T, attend, rows_R, temperatures)
-        numbers = uniforms(self.config.seed, [(request.group, request.sample, request.num_generated) for request in requests])
-        return sample(logp_RV, [request.temperature == 0 for request in requests], numbers)
 
-    def _pack(self, batch: list[Request]) -> tuple[Tensor, Tensor, PagedAttention]:
-        """The batch's tokens end to end, their positions, and the attention over their block tables."""
-        size = self.scheduler.pool.block_size
-        ids, positions, buckets = [], [], {}
-        for request in batch:
-            start, stop = request.num_computed, request.num_computed + request.num_scheduled
-            blocks = -(-stop // size)
-            padded = 1 << (blocks - 1).bit_length()  # contexts of one power of two of blocks are attended together
-            buckets.setdefault((request.num_scheduled, padded), []).append((len(ids), start, request.blocks[:blocks]))
-            ids += request.tokens[start:stop]
-            positions += range(start, stop)
-        slots = np.empty(len(ids), np.int64)
-        tensors = []
-        for (queries, padded), members in buckets.items():
-            tables = np.zeros((len(members), padded), np.int64)
-            for row, (_, _, blocks) in enumerate(members):
-                tables[row, :len(blocks)] = blocks
-            context = (tables[:, :, None] * size + np.arange(size)).reshape(len(members), -1)
-            rows = np.array([first for first, _, _ in members])[:, None] + np.arange(queries)
-            places = np.array([start for _, start, _ in members])[:, None] + np.arange(queries)
-            slots[rows] = np.take_along_axis(context, places, 1)
-            tensors.append(Bucket(*(torch.from_numpy(array).to(self.device) for array in (rows, places, context))))
-        attend = PagedAttention(self.cache, torch.from_numpy(slots).to(self.device), tensors, self.config.exact)
-        return torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), attend
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the samples of one prompt are drawn. Raises ValueError naming the field."""
+    n: int = 1
+    """Samples of the prompt; they share its full KV blocks."""
+    temperature: float = 1.0
+    """0 takes the most probable token."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with this much probability, at least one; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
+    max_tokens: int | tuple[int, ...] = 16
+    """Tokens of a response; a tuple gives each of the n samples its own limit."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, also across tokens. The text stops before it, the tokens include it."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    seed: int | None = None
+    """Fixes the samples whatever else is generated; None: they depend on the LLM's seed and the number of prompts before."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        limits = self.max_tokens if isinstance(self.max_tokens, int) else tuple(self.max_tokens)
+        object.__setattr__(self, "max_tokens", limits)
+        each = (limits,) if isinstance(limits, int) else limits
+        for field, valid, fix in (
+                ("n", self.n >= 1, "at least 1"),
+                ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 (greedy), or between 0.001 and 1000"),
+                ("top_k", 0 <= self.top_k < 1 << 31, "between 0 (off) and 2^31 - 1"),
+                ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"), ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+                ("stop", all(isinstance(text, str) and text for text in self.stop), "strings that are not empty"),
+                ("max_tokens", min(each, default=0) >= 1, "at least 1"),
+                ("max_tokens", isinstance(limits, int) or len(limits) == self.n, f"one number, or one for each of n = {self.n}"),
+                ("seed", self.seed is None or 0 <= self.seed < 1 << 63, "between 0 and 2^63 - 1")):
+            if not valid:
+                raise ValueError(f"SamplingParams.{field} = {getattr(self, field)!r}: must be {fix}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sample."""
+    prompt: int  # index into the prompts of the call
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, at its temperature, untruncated
+    text: str  # without special tokens, and without the stop string
+    finish_reason: str  # stop, length, or why the prompt was rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A prompt and its n samples."""
+    prompt_token_ids: list[int]
+    samples: list[Completion]
+
+
+class LLM:
+    """The engine alone: `LLM("models/smollm2-135m").generate(["2+2="], SamplingParams(n=4, max_tokens=8))`.
+
+    Settings are those of the config's `actor` section, and `dtype`, `seed`, `exact`. Under torchrun with `tp` ranks all make the
+    same calls and get the same outputs. Raises ConfigError for a folder or a setting that does not fit.
+    """
+
+    def __init__(self, model: str, *, dtype: str = "", seed: int = 0, exact: bool = False, max_model_len: int = 0, **actor):
+        shape = read_shape(model)
+        on_gpu = torch.cuda.is_available() and not exact
+        longest = max_model_len or min(shape.max_position, 4096)
+        if not isinstance(longest, int) or not 2 <= longest <= shape.max_position:
+            raise ConfigError(f"`max_model_len` = {longest!r}: must be from 2 to config.json's max_position_embeddings = "
+                              f"{shape.max_position}")
+        self.config = build({
+            "seed": seed, "exact": exact, "model": {"path": model, "dtype": dtype or ("bfloat16" if on_gpu else "float32")},
+            "data": {"max_prompt_tokens": longest - 1}, "rollout": {"max_new_tokens": 1},
+            "actor": {"kv_memory_fraction": 0.85 if on_gpu else 0.3} | actor})
+        rank, lanes = int(os.environ.get("RANK", 0)), self.config.actor.tp
+        if int(os.environ.get("WORLD_SIZE", 1)) != lanes:
+            raise ConfigError(f"`tp` = {lanes} needs as many ranks: torchrun --nproc-per-node {lanes} ...")
+        check_lanes(shape, lanes)
+        check_exact(self.config, shape)
+        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        self.encoder, self.longest = Encoder(model), longest
+        if self.encoder.vocab > shape.vocab:
+            raise ConfigError(f"`model.path` = {model!r}: tokenizer of {self.encoder.vocab} ids, model of {shape.vocab} rows")
+        self.engine = Engine(self.config, shape, self.encoder.vocab, device, Ledger(trace=False), Lane(rank, lanes))
+        if lanes > 1 and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        with contextlib.closing(WeightFolder(model)) as folder:
+            check_names(folder, parameter_shapes(shape), shape.tied)
+            load_layout(folder, self.engine.runner.layout, self.engine.weights())
+        self.engine.connect(dist.group.WORLD if lanes > 1 else None)
+        self.engine.publish(0)
+        self._groups = 0  # prompts so far: each gets its own random numbers
+
+    def generate(self, prompts: list[str | list[int]],
+                 params: SamplingParams | list[SamplingParams] = SamplingParams()) -> list[Output]:
+        """Outputs in the order of the prompts (texts, or token ids); `params` for all of them, or one for each."""
+        encoded = self._encode(prompts)
+        samples: list[list[Completion]] = [[] for _ in prompts]
+        for completion in self.stream(encoded, params):
+            samples[completion.prompt].append(completion)
+        return [Output(ids, sorted(each, key=lambda completion: completion.sample))
+                for ids, each in zip(encoded, samples, strict=True)]
+
+    def stream(self, prompts: list[str | list[int]],
+               params: SamplingParams | list[SamplingParams] = SamplingParams()) -> Iterator[Completion]:
+        """Samples as they finish, in any order. A call that is closed before its end is aborted."""
+        encoded = self._encode(prompts)
+        each = params if isinstance(params, list) else [params] * len(encoded)
+        if len(each) != len(encoded):
+            raise ValueError(f"{len(encoded)} prompts, but {len(each)} sampling params: give one for all, or one for each")
+        if self.engine.scheduler.unfinished:
+            raise RuntimeError("another stream of this LLM is unfinished and would lose samples to this one: read it to its end, "
+                               "or close it")
+        first, self._groups = self._groups, self._groups + len(encoded)
+        texts: dict[Request, Detokenizer | None] = {}
+        for number, (ids, settings) in enumerate(zip(encoded, each, strict=True)):
+            self.engine.scheduler.add([self._request((first + number, sample), ids, settings, texts)
+                                       for sample in range(settings.n)])
+        try:
+            while self.engine.scheduler.unfinished or self.engine.scheduler.finished:
+                for request in self.engine.step():
+                    if first <= (prompt := request.group) < first + len(encoded):
+                        ids, text = request.tokens[request.num_prompt:], texts[request]
+                        yield Completion(prompt - first, request.sample, ids, request.logprobs,
+                                         text.close() if text else self.encoder.decode(ids), request.finish_reason)
+        finally:
+            for group in range(first, first + len(encoded)):
+                self.engine.scheduler.abort(group)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts; between calls."""
+        self.engine.scheduler.pool.forget()
+
+    def _encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts = {prompts!r}: give a list of prompts")
+        encoded = [self.encoder.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        for number, ids in enumerate(encoded):
+            if not 0 < len(ids) < self.longest or not all(0 <= token < self.encoder.vocab for token in ids):
+                raise ValueError(f"prompt {number} has {len(ids)} tokens: it needs 1 to max_model_len - 1 = {self.longest - 1}, "
+                                 f"with ids from 0 to {self.encoder.vocab - 1}")
+        return encoded
+
+    def _request(self, key: tuple[int, int], ids: list[int], params: SamplingParams,
+                 texts: dict[Request, Detokenizer | None]) -> Request:
+        text = Detokenizer(self.encoder.tokenizer, params.stop) if params.stop else None
+        limit = params.max_tokens if isinstance(params.max_tokens, int) else params.max_tokens[key[1]]
+        request = Request(
+            *key, tokens=list(ids), max_new_tokens=min(limit, self.longest - len(ids)), temperature=params.temperature,
+            stop_ids=frozenset() if params.ignore_eos else self.encoder.stop_ids, top_k=params.top_k, top_p=params.top_p,
+            min_p=params.min_p, seed=params.seed, watch=text.push if text else None)
+        texts[request] = text
+        return request
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
@@ -185,3 +273,61 @@ def measure_copy_bandwidth(device: torch.device) -> float:
         target[0].item()  # waits for the device
         best = max(best, 2 * source.nbytes / (time.perf_counter() - start))
     return best
+
+
+def main(argv: list[str]) -> int:
+    """Answer prompts from the command line; 2 for a folder or a setting that does not fit."""
+    parser = argparse.ArgumentParser(description="Generate with the rollout engine alone.")
+    parser.add_argument("--model", required=True, help="Hugging Face folder: config.json, tokenizer, safetensors")
+    parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
+    parser.add_argument("--n", type=int, default=1, help="samples a prompt")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends a response; may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="any of the config's actor settings, such as tp=2")
+    options = parser.parse_args(argv)
+    try:
+        settings = {"model": options.model, "dtype": options.dtype, "seed": options.seed}
+        settings |= {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in options.settings)}
+        params = SamplingParams(options.n, options.temperature, options.top_k, options.top_p, options.min_p, options.max_tokens,
+                                tuple(options.stop), options.ignore_eos)
+        llm = LLM(**settings)
+        prompts = [llm.encoder.encode([{"role": "user", "content": prompt}] if options.chat else prompt)
+                   for prompt in options.prompt]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+    except (ConfigError, ValueError, yaml.YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    if int(os.environ.get("RANK", 0)) == 0:
+        report(llm, options.prompt, outputs, seconds)
+    return 0
+
+
+def report(llm: LLM, prompts: list[str], outputs: list[Output], seconds: float) -> None:
+    """The answers, then tokens/s and the share of this machine's memory bandwidth that decode steps reached."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.samples:
+            print(f"--- {prompt!r} [{completion.sample}] {completion.finish_reason}, {len(completion.token_ids)} tokens, "
+                  f"logprob {sum(completion.logprobs):.2f}\n{completion.text}")
+    tokens, counters = sum(len(each.token_ids) for output in outputs for each in output.samples), llm.engine.take_counters()
+    line = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+    if counters["decode_seconds"]:
+        read, bound = counters["decode_bytes"] / counters["decode_seconds"], measure_copy_bandwidth(llm.engine.device)
+        line += f"; decode steps read {read / 1e9:.1f} GB/s, {read / bound:.0%} of a copy's {bound / 1e9:.1f} (read and written)"
+    print(line)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # as train.py does

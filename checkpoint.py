@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import ConfigError
+from transfer import Layout, matrix
 
 MAX_FILE_BYTES = 4 << 30
 # What a folder holds besides weights; copied as they are when a trained model is saved.
@@ -88,6 +89,15 @@ def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: 
     for name, shape in sorted(shapes.items()):
         if folder.shape(name) != shape:
             raise ConfigError(f"tensor {name} has shape {folder.shape(name)} in the folder, {shape} by config.json")
+
+
+def load_layout(folder: WeightFolder, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """Write an engine's part of every parameter into its live `tensors`, each where `layout` says that it lands."""
+    for name, landings in layout.items():
+        for at in landings:
+            part = matrix(folder.rows(name, at.row0, at.row1))[:, at.col0:at.col1]
+            place = matrix(tensors[at.tensor])
+            place[at.to_row:at.to_row + part.shape[0], at.to_col:at.to_col + part.shape[1]].copy_(part)
 
 
 def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

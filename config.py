@@ -80,7 +80,7 @@ class Rollout:
     max_new_tokens: Positive = 8
     """A response is cut after this many tokens (finish_reason `length`)."""
     stop: tuple[str, ...] = ()
-    """Extra strings that end a response besides EOS; each must be a single token of the tokenizer."""
+    """Strings that end a response besides EOS, also across token boundaries; the tokens that make them up stay in the response."""
     generation_timeout_s: PositiveFloat = 1800.0
     """The job ends with one clear line when a step's groups take longer than this to arrive."""
 
@@ -99,20 +99,30 @@ class Reward:
 
 @dataclass(config=_strict, frozen=True)
 class Actor:
+    # Layout: who holds what.
     replicas: Positive = 1
     """Rollout engines."""
     tp: Positive = 1
-    """Ranks that share one engine by tensor parallelism; only 1 is implemented."""
+    """Ranks that share one engine by tensor parallelism; must divide the query heads and the ffn width."""
     block_size: Positive = 16
     """Tokens in one KV block; small wastes less of a sequence's last block, large makes shorter tables."""
+    # Memory split: weights, KV pool, working space.
+    kv_memory_fraction: Fraction = 0.3
+    """Share of the memory free after loading that the KV pool takes when `kv_blocks` is 0 (per local actor)."""
     kv_blocks: Count = 0
     """KV blocks in the pool; 0 sizes the pool from `kv_memory_fraction`."""
-    kv_memory_fraction: Fraction = 0.3
-    """Share of the memory free at start that the KV pool takes when `kv_blocks` is 0 (per local actor)."""
+    max_model_len: Count = 0
+    """Tokens of the longest sequence; 0 is data.max_prompt_tokens + rollout.max_new_tokens."""
+    # Batching and chunk budget.
     max_num_seqs: Positive = 256
     """Requests decoded at once."""
     max_num_batched_tokens: Positive = 2048
     """Tokens one engine step computes at most; longer prefills are chunked to it."""
+    # Back end.
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8` multiplies with e4m3 copies of the weights (128 x 128 block scales), made anew after each publication."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs, one for each batch bucket (GPU only; false launches every kernel by itself)."""
     update_mode: Literal["recompute"] = "recompute"
     """What a weight update does to running requests: `recompute` re-prefills their tokens under the new weights."""
 
@@ -211,6 +221,8 @@ class Config:
     """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off."""
     placement: Literal["split"] = "split"
     """`split`: learners are ranks 0…L−1, actors the ranks after them."""
+    threads: Count = 0
+    """CPU threads of each rank; 0 divides the machine's cores by the ranks that compute at the same time."""
     run_dir: str = "runs/default"
     """Folder for metrics.jsonl, eval.jsonl, rollouts.jsonl, config.yaml, trace.json, the trackers and the final model."""
     collective_timeout_s: PositiveFloat = 600.0
@@ -230,6 +242,11 @@ class Config:
     def world_size(self) -> int:
         """Ranks that torchrun must start."""
         return self.learner.replicas * self.learner.shards + self.actor.replicas * self.actor.tp
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that the engine must hold."""
+        return self.actor.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
 
 def fields(cls=Config, prefix: str = "") -> list[tuple[str, Any, Any, str]]:
@@ -288,8 +305,17 @@ def check(config: Config) -> None:
         problems.append("`rollout.samples_per_prompt` = 1: grpo compares the samples of one prompt; set at least 2")
     if 0 < config.algorithm.dual_clip <= 1:
         problems.append(f"`algorithm.dual_clip` = {config.algorithm.dual_clip}: must be > 1 (3 is usual), or 0 for off")
-    if config.actor.tp != 1:
-        problems.append(f"`actor.tp` = {config.actor.tp}: the engine runs on one rank per replica so far; set 1")
+    if config.exact and config.actor.tp > 1:
+        problems.append(f"`exact` needs `actor.tp` = 1, not {config.actor.tp}: sums over ranks round in another order")
+    if config.exact and config.actor.quantization != "none":
+        problems.append(f"`exact` needs `actor.quantization` = none, not {config.actor.quantization}")
+    if config.exact and config.threads > 2:
+        problems.append(f"`exact` with `threads` = {config.threads}: torch's SiLU rounds differently at the seams between three "
+                        "and more; set 1 or 2")
+    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if 0 < config.actor.max_model_len < needed:
+        problems.append(f"`actor.max_model_len` = {config.actor.max_model_len} is below data.max_prompt_tokens + "
+                        f"rollout.max_new_tokens = {needed}; raise it, or set 0")
     if config.actor.max_num_batched_tokens < config.actor.max_num_seqs:
         problems.append(f"`actor.max_num_batched_tokens` = {config.actor.max_num_batched_tokens} is below "
                         f"`actor.max_num_seqs` = {config.actor.max_num_seqs}: running requests would take turns; raise it")
@@ -302,6 +328,8 @@ def check(config: Config) -> None:
     if config.reward.weights and len(config.reward.weights) != len(config.reward.functions):
         problems.append(f"`reward.weights` has {len(config.reward.weights)} entries for "
                         f"{len(config.reward.functions)} `reward.functions`; give one weight each, or none")
+    if not all(config.rollout.stop):
+        problems.append("`rollout.stop` holds an empty string, which would end every response at once; remove it")
     if not config.reward.functions:
         problems.append("`reward.functions` is empty: name at least one `file.py:function`")
     if config.eval.every and not config.data.eval_path:

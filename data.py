@@ -59,15 +59,17 @@ def load_rows(path: str, split: str, field: str) -> list[dict]:
 class Encoder:
     """A tokenizer with the few answers that the rest needs: prompt ids, response text, the ids that end a response."""
 
-    def __init__(self, folder: str, stop: tuple[str, ...]):
+    def __init__(self, folder: str, stop: tuple[str, ...] = ()):
         from transformers import AutoTokenizer  # slow to import: only ranks that need text pay for it
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ConfigError(f"`model.path` = {folder!r}: no usable tokenizer there ({error})") from None
         self.vocab = len(self.tokenizer)
-        self.stop_ids = frozenset(self._eos_ids(Path(folder)) | {self._stop_id(text) for text in stop})
-        if not self.stop_ids:
+        single = {text: ids[0] for text in stop if len(ids := self.tokenizer.encode(text, add_special_tokens=False)) == 1}
+        self.stop_ids = frozenset(self._eos_ids(Path(folder)) | set(single.values()))
+        self.stop = tuple(stop)  # a single-token string may also come about from other tokens
+        if not self.stop_ids and not self.stop:
             raise ConfigError(f"`model.path` = {folder!r}: no eos token is known there; name a `rollout.stop` string")
 
     def _eos_ids(self, folder: Path) -> set[int]:
@@ -77,12 +79,6 @@ class Encoder:
             eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
             found |= set(eos) if isinstance(eos, list) else {eos}
         return {eos for eos in found if eos is not None}
-
-    def _stop_id(self, text: str) -> int:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ConfigError(f"`rollout.stop` = {text!r} is {len(ids)} tokens of this tokenizer; a stop string must be one")
-        return ids[0]
 
     def encode(self, prompt: str | list[dict]) -> list[int]:
         """Token ids of a prompt, with at most one BOS. Raises ConfigError for messages without a chat template."""
@@ -100,7 +96,57 @@ class Encoder:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # " ." is not "."
+
+
+class Detokenizer:
+    """The text of a response while its tokens arrive, and whether a stop string has come up in it.
+
+    A character can be several tokens and a stop string can lie across tokens, so `text` trails behind: an unfinished character is
+    held back until it is complete, and `settled` also holds back what may turn out to be the beginning of a stop string. What
+    `close` returns is one decode of all tokens, cut before the first stop string.
+    """
+
+    def __init__(self, tokenizer, stop: tuple[str, ...] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.ids: list[int] = []
+        self.text, self.stopped = "", False
+        self._context = self._read = 0  # ids decoded again for context (spaces depend on it); ids whose text is out
+
+    def push(self, token: int) -> bool:
+        """Take the next token; true once a stop string is complete."""
+        self.ids.append(token)
+        window = self._decode(self._context, len(self.ids))
+        if not window.endswith("\ufffd"):  # else an unfinished character
+            self._extend(window)
+        return self.stopped
+
+    def _extend(self, window: str) -> None:
+        known = len(self._decode(self._context, self._read))
+        if self.stopped or len(window) <= known:
+            return
+        searched = max(0, len(self.text) + 1 - max(map(len, self.stop), default=0))
+        self.text += window[known:]
+        self._context, self._read = self._read, len(self.ids)
+        found = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[:min(found)], True
+
+    @property
+    def settled(self) -> str:
+        """The text that no later token can take back."""
+        if self.stopped:
+            return self.text
+        held = max((size for text in self.stop for size in range(1, len(text)) if self.text.endswith(text[:size])), default=0)
+        return self.text[:len(self.text) - held]
+
+    def close(self) -> str:
+        """No token will follow: the whole text, an unfinished character at its end as U+FFFD."""
+        self._extend(self._decode(self._context, len(self.ids)))
+        return self.text
+
+    def _decode(self, first: int, last: int) -> str:
+        return self.tokenizer.decode(self.ids[first:last], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Prompts:

@@ -35,7 +35,7 @@ class Director:
         self.prompts, self.held_out, self.encoder = prompts, held_out, prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
-        self.out = Counter(dict.fromkeys(self.grid.actor_ranks, 0))  # groups at each actor
+        self.out = Counter(dict.fromkeys(self.grid.leaders, 0))  # groups at each engine
         self.headers: dict[int, dict] = {}
         self.folder = RunFolder(config.run_dir)
         self.bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty(), leave=False)

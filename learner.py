@@ -14,6 +14,7 @@ What is deliberate here:
 """
 
 import heapq
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from checkpoint import WeightFolder, check_names
 from config import Config
 from config import Learner as Settings
 from kernels.attention import PackedAttention
+from kernels.logprob import Head
+from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from model import Transformer, init_tensor
 from shape import Shape
@@ -42,6 +45,18 @@ class Sample:
     old_logprobs: list[float]  # of the response tokens, as the engine recorded them
     advantage: float
     weight: float
+
+
+class PackedOnGpu:
+    """Attention within each packed sequence by flash-attn or our kernel; what PackedAttention is on a CPU."""
+
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.longest = max(lengths)
+        self.starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        self.positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
+        return packed_attention(q_THD, k_TKD, v_TKD, self.starts, self.longest, window)
 
 
 def learning_rate(step: int, settings: Settings, steps: int) -> float:
@@ -161,12 +176,12 @@ class Learner:
     def _forward(self, samples: list[Sample], sums: dict) -> Tensor:
         """The micro-batch's loss, already weighted and scaled for FSDP's mean over ranks; adds to `sums`."""
         ids, attend, rows_R, targets_R = self._pack(samples)
-        settings = self.config.rollout.temperature, self.config.learner.logprob_chunk
-        logps_R, entropies_R = self.model(ids, attend, rows_R, targets_R, *settings)
+        head = Head(self.config.rollout.temperature, self.model.vocab, self.config.learner.logprob_chunk)
+        logps_R, entropies_R = self.model(ids, attend, rows_R, targets_R, head)
         ref_logps_R = None
         if self.reference is not None:
             with torch.no_grad():
-                ref_logps_R, _ = self.reference(ids, attend, rows_R, targets_R, *settings)
+                ref_logps_R, _ = self.reference(ids, attend, rows_R, targets_R, head)
         counts = [len(sample.old_logprobs) for sample in samples]
 
         def per_token(values: list[float]) -> Tensor:
@@ -190,7 +205,7 @@ class Learner:
         sums["flops"] += self._flops(samples)
         return loss * self.ranks
 
-    def _pack(self, samples: list[Sample]) -> tuple[Tensor, PackedAttention, Tensor, Tensor]:
+    def _pack(self, samples: list[Sample]) -> tuple[Tensor, PackedAttention | PackedOnGpu, Tensor, Tensor]:
         """Ids of all sequences end to end, their attention, the rows that predict response tokens, and those tokens."""
         lengths = [len(sample.tokens) for sample in samples] or [1]  # an empty micro-batch is one token that nothing is read from
         ids = [token for sample in samples for token in sample.tokens] or [0]
@@ -200,7 +215,8 @@ class Learner:
             targets += sample.tokens[sample.num_prompt:]
             start += len(sample.tokens)
         as_tensor = {"dtype": torch.long, "device": self.device}
-        attend = PackedAttention(lengths, self.config.exact, self.device)
+        on_gpu = self.device.type == "cuda"
+        attend = PackedOnGpu(lengths, self.device) if on_gpu else PackedAttention(lengths, self.config.exact, self.device)
         return torch.tensor(ids, **as_tensor), attend, torch.tensor(rows, **as_tensor), torch.tensor(targets, **as_tensor)
 
     def _flops(self, samples: list[Sample]) -> float:

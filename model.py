@@ -1,10 +1,11 @@
 """One decoder-only transformer for engine and learner: Llama 3, Qwen2.5, Qwen3, Mistral, SmolLM2.
 
 Both sides run this same code, which is what makes their logprobs agree; they differ in the `attend` callable that they pass in
-(packed sequences for training, paged keys and values for rollouts, see kernels/attention.py). There is no batch dimension: the
-input is T tokens of any number of sequences, one behind the other, and only `attend` knows where one ends.
+(packed sequences for training, paged keys and values for rollouts). There is no batch dimension: the input is T tokens of any
+number of sequences, one behind the other, and only `attend` knows where one ends.
 
-Parameter names are Hugging Face's, so a checkpoint needs no renaming. Nothing here knows about ranks.
+Parameter names are Hugging Face's, so a checkpoint needs no renaming. Nothing here knows about ranks: for an engine, parallel.py
+swaps the linears of a finished model for fused, packed or tensor-parallel ones.
 
 T packed tokens, E hidden, F ffn, H query heads, K KV heads, D head dim, V vocabulary.
 """
@@ -19,24 +20,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import ROW_PAD
-from kernels.logprob import chosen_logprobs, log_probs
+from kernels.logprob import Head, chosen_logprobs
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+from kernels.silu_mul import silu_mul
 from shape import Shape
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]  # (q_THD, k_TKD, v_TKD, layer, window) -> o_THD
+Rotary = tuple[Tensor, Tensor]  # cos and sin of the step's positions
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, the statistics in fp32 (arXiv 1910.07467)."""
+    """(x / sqrt(mean(x^2) + eps) * weight, x) of x, or of residual + x: the norm, and the stream that goes on beside it."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps, self.compute = eps, rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        full = x.float()
-        full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * full.to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.compute(x, self.weight, self.eps, residual)
+
+
+class Together:
+    """Linears of one input, called as one. The engine puts a single product over a fused tensor in its place."""
+
+    def __init__(self, *linears: nn.Module):
+        self.linears = linears
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return [linear(x) for linear in self.linears]
 
 
 def rope_tables(shape: Shape, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,13 +71,6 @@ def rope_tables(shape: Shape, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2), in fp32 (arXiv 2104.09864, Hugging Face's layout)."""
-    x = x_THD.float()
-    first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(x_THD.dtype)
-
-
 class Attention(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
@@ -74,15 +80,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(E, K * D, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(E, K * D, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(H * D, E, bias=shape.o_bias)
-        self.q_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
+        self.qkv, self.rotate = Together(self.q_proj, self.k_proj, self.v_proj), rope
 
     def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        heads = (x_TE.shape[0], -1, self.head_dim)
-        q_THD = apply_rope(self.q_norm(self.q_proj(x_TE).view(heads)), cos, sin)
-        k_TKD = apply_rope(self.k_norm(self.k_proj(x_TE).view(heads)), cos, sin)
-        v_TKD = self.v_proj(x_TE).view(heads)
-        o_THD = attend(q_THD, k_TKD, v_TKD, self.layer, self.window)
+        q_THD, k_TKD, v_TKD = (part.view(x_TE.shape[0], -1, self.head_dim) for part in self.qkv(x_TE))  # -1: a lane has fewer heads
+        if self.q_norm is not None:
+            (q_THD, _), (k_TKD, _) = self.q_norm(q_THD), self.k_norm(k_TKD)
+        o_THD = attend(self.rotate(q_THD, cos, sin), self.rotate(k_TKD, cos, sin), v_TKD, self.layer, self.window)
         return self.o_proj(o_THD.flatten(1))
 
 
@@ -92,13 +98,17 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate_up = Together(self.gate_proj, self.up_proj)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TE)) * self.up_proj(x_TE))
+        return self.down_proj(silu_mul(*self.gate_up(x_TE)))
 
 
 class Layer(nn.Module):
-    """One block, and one FSDP unit. `recompute` drops its activations and computes them again in backward."""
+    """One block, and one FSDP unit. `recompute` drops its activations and computes them again in backward.
+
+    It takes and gives (output of the last branch, residual stream before it): the sum is made inside the next norm.
+    """
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
@@ -108,15 +118,16 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
         self.recompute = False
 
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TE: Tensor, residual_TE: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():
             # Inside the module, so that FSDP gathers the weights once around both computations.
-            return checkpoint(self._forward, x_TE, cos, sin, attend, use_reentrant=False)
-        return self._forward(x_TE, cos, sin, attend)
+            return checkpoint(self._forward, x_TE, residual_TE, rotary, attend, use_reentrant=False)
+        return self._forward(x_TE, residual_TE, rotary, attend)
 
-    def _forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), cos, sin, attend)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+    def _forward(self, x_TE: Tensor, residual_TE: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+        x_TE, residual_TE = self.input_layernorm(x_TE, residual_TE)
+        x_TE, residual_TE = self.post_attention_layernorm(self.self_attn(x_TE, *rotary, attend), residual_TE)
+        return self.mlp(x_TE), residual_TE
 
 
 class Decoder(nn.Module):
@@ -130,11 +141,11 @@ class Decoder(nn.Module):
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         rows = ids_T.shape[0]
         padding = (0, -rows % ROW_PAD)  # the GEMM's bits for 1-3 rows are not those for many
-        x_TE = self.embed_tokens(F.pad(ids_T, padding))
-        cos, sin = rope_tables(self.shape, F.pad(positions_T, padding))
+        x_TE, residual_TE = self.embed_tokens(F.pad(ids_T, padding)), None
+        rotary = rope_tables(self.shape, F.pad(positions_T, padding))
         for layer in self.layers:
-            x_TE = layer(x_TE, cos, sin, attend)
-        return self.norm(x_TE)[:rows]
+            x_TE, residual_TE = layer(x_TE, residual_TE, rotary, attend)
+        return self.norm(x_TE, residual_TE)[0][:rows]
 
 
 class Transformer(nn.Module):
@@ -153,17 +164,18 @@ class Transformer(nn.Module):
         if self.shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids_T: Tensor, attend: Attend, rows_R: Tensor, targets_R: Tensor, temperature: float,
-                chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(self, ids_T: Tensor, attend: Attend, rows_R: Tensor, targets_R: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         """(logprob of `targets`, entropy) at the packed rows `rows_R`, fp32 [R]: the learner's one call."""
         hidden_TE = self.model(ids_T, attend.positions, attend)
-        return chosen_logprobs(hidden_TE[rows_R], self.lm_head.weight, targets_R, temperature, self.vocab, chunk)
+        return chosen_logprobs(hidden_TE[rows_R], self.lm_head.weight, targets_R, head)
 
-    def next_log_probs(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_R: Tensor,
-                       temperature_R1: Tensor) -> Tensor:
-        """fp32 [R, V] log-probabilities of what follows the rows `rows_R`: the engine's one call."""
-        hidden_TE = self.model(ids_T, positions_T, attend)
-        return log_probs(hidden_TE[rows_R], self.lm_head.weight, temperature_R1, self.vocab)
+    def next_logits(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_R: Tensor) -> Tensor:
+        """fp32 [R, V] logits of what follows the rows `rows_R`, -inf beyond the tokenizer: the engine's one call."""
+        hidden_RE = self.model(ids_T, positions_T, attend)[rows_R]
+        logits_RV = self.lm_head(F.pad(hidden_RE, (0, 0, 0, -len(rows_R) % ROW_PAD)))[:len(rows_R)].float()
+        if self.vocab < logits_RV.shape[1]:
+            logits_RV[:, self.vocab:] = -torch.inf
+        return logits_RV
 
 
 def init_tensor(name: str, size: torch.Size, shape: Shape, seed: int) -> Tensor:

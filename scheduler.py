@@ -14,7 +14,9 @@ never mix. The partial tail of a shared prompt is recomputed privately, hence no
 `ReleaseGate` is the one mechanism behind on-policy and off-policy training, whatever the bound.
 """
 
+from array import array
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -29,10 +31,15 @@ class Request:
     temperature: float = 1.0  # 0 is greedy
     stop_ids: frozenset[int] = frozenset()
     min_version: int = 0  # an engine with older weights does not admit it
+    top_k: int = 0  # 0, 1.0 and 0.0 keep the whole distribution
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # of its random numbers; None is the engine's
+    watch: Callable[[int], bool] | None = None  # called with each new token; true ends the response
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_scheduled: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: array = field(default_factory=lambda: array("i"))  # int32, copied whole into the step's tables
     chain: list[int] = field(default_factory=list)  # identity of each full block, in order
     start_version: int = 0  # weights under which the current prefill began
     logprobs: list[float] = field(default_factory=list)
@@ -87,7 +94,7 @@ class BlockPool:
             del self.free[block]
         self.refs[block] += 1
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: array) -> None:
         """Give back one reference to each; the only way in which blocks become free."""
         for block in reversed(blocks):
             self.refs[block] -= 1
@@ -161,7 +168,7 @@ class Scheduler:
         return not self.finished and not self.running and all(request.min_version > self.version for request in self.waiting)
 
     def schedule(self) -> list[Request]:
-        """Requests to compute now, `num_scheduled` tokens each, blocks for them allocated."""
+        """Requests to compute now, `num_scheduled` tokens each, blocks for them allocated; those with one token come first."""
         batch, budget, preempted = [], self.max_num_batched_tokens, False
         while len(batch) < len(self.running) and budget:
             request = self.running[len(batch)]
@@ -188,7 +195,7 @@ class Scheduler:
             budget -= self._schedule(request, min(len(request.tokens) - request.num_computed, budget))
             batch.append(request)
         self.waiting.extendleft(reversed(early))
-        return batch
+        return sorted(batch, key=lambda request: request.num_scheduled > 1)
 
     def commit(self, batch: list[Request], sampled: list[tuple[int, float]]) -> None:
         """Account for a computed batch; `sampled` has (token, logprob) for the requests that caught up, in batch order."""
@@ -262,7 +269,7 @@ class Scheduler:
         return self._missing(request, tokens) <= len(self.pool.free)
 
     def _schedule(self, request: Request, tokens: int) -> int:
-        request.blocks += [self.pool.take() for _ in range(self._missing(request, tokens))]
+        request.blocks.extend(self.pool.take() for _ in range(self._missing(request, tokens)))
         request.num_scheduled = tokens
         return tokens
 
@@ -275,14 +282,15 @@ class Scheduler:
     def _reset(self, request: Request) -> None:
         """Back to nothing computed; tokens, logprobs and with them the random position stay."""
         self.pool.release(request.blocks)
-        request.blocks, request.chain = [], []
+        request.blocks, request.chain = array("i"), []
         request.num_computed = request.num_scheduled = 0
 
     def _append(self, request: Request, token: int, logprob: float) -> None:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         request.versions.append(self.version)
-        if token in request.stop_ids:
+        watched = request.watch is not None and request.watch(token)
+        if token in request.stop_ids or watched:
             reason = "stop"
         elif request.num_generated >= request.max_new_tokens or len(request.tokens) > self.capacity:
             reason = "length"  # the last token needs no slot unless another one follows it

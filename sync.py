@@ -55,6 +55,11 @@ class Grid:
     def actor_ranks(self) -> range:
         return range(self.learners, self.learners + self.actors * self.tp)
 
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of every engine, which receives its messages."""
+        return list(self.actor_ranks)[::self.tp]
+
     def learner_rank(self, replica: int, shard: int) -> int:
         return replica * self.shards + shard
 
@@ -148,6 +153,7 @@ class Groups:
     mesh: DeviceMesh | None  # of the learners: (shard,) or (replicate, shard)
     shard_group: dist.ProcessGroup | None  # this learner's copy of the model
     streams: tuple[dist.ProcessGroup, ...]  # one a stream of the plan: its root and the actors of its lane
+    lanes: dist.ProcessGroup | None  # the ranks of this actor's engine, if it has several
 
 
 def make_groups(grid: Grid, plan: TransferPlan, device: str, timeout_s: float) -> Groups:
@@ -158,15 +164,16 @@ def make_groups(grid: Grid, plan: TransferPlan, device: str, timeout_s: float) -
     replicate_groups = [dist.new_group(column.tolist(), timeout=limit) for column in ranks.T] if grid.replicas > 1 else []
     streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
                                    timeout=limit) for stream in plan.streams)
+    engines = [dist.new_group(list(range(leader, leader + grid.tp)), timeout=limit) for leader in grid.leaders if grid.tp > 1]
     replica, shard = divmod(dist.get_rank(), grid.shards)
     if replica >= grid.replicas:
-        return Groups(None, None, streams)
+        return Groups(None, None, streams, engines[(dist.get_rank() - grid.learners) // grid.tp] if engines else None)
     if grid.replicas == 1:
         mesh = DeviceMesh.from_group(shard_groups[0], device, mesh_dim_names=("shard",))
     else:
         mesh = DeviceMesh.from_group([replicate_groups[shard], shard_groups[replica]], device, mesh=ranks,
                                      mesh_dim_names=("replicate", "shard"))
-    return Groups(mesh, shard_groups[replica], streams)
+    return Groups(mesh, shard_groups[replica], streams, None)
 
 
 def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tuple[Layout, Shapes] | None) -> TransferPlan:
@@ -224,8 +231,8 @@ class Publisher:
     # -- learner ------------------------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """Learner rank 0: ask every actor to come to a step boundary."""
-        for rank in self.grid.actor_ranks:
+        """Learner rank 0: ask every engine to come to a step boundary."""
+        for rank in self.grid.leaders:
             self.channel.push(f"control/{rank}", {"kind": "publish", "version": version})
 
     def send(self, version: int, shards: dict[str, Tensor]) -> dict[str, float]:
@@ -322,9 +329,7 @@ class Publisher:
         for index, name in enumerate(self.names):
             copies = [[self.grid.learner_rank(replica, shard) for shard in range(self.grid.shards)]
                       for replica in range(self.grid.replicas)]
-            for first in range(self.grid.learners, world, self.grid.tp):
-                replica = list(range(first, first + self.grid.tp))
-                copies += [[rank] for rank in replica] if self.plan.replicated(name) else [replica]
+            copies += [[leader + lane for lane in lanes] for leader in self.grid.leaders for lanes in self.plan.copies(name)]
             wanted = summed(copies[0], index)
             wrong = [ranks for ranks in copies if summed(ranks, index) != wanted]
             problems += [f"{name} differs on rank {'+'.join(map(str, ranks))}" for ranks in wrong]

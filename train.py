@@ -7,7 +7,7 @@ gate, collects finished ones, assigns samples to learner ranks, and after each o
 max_staleness 0 actors idle while the learner works and the other way round; at 1 the groups of step s + 1 are already out while
 step s trains. The loop is the same.
 
-    rank 0    release -> control/<actor>         <- headers            -> work/<learner>           announce -> control/<actor>
+    rank 0    release -> control/<leader>        <- headers            -> work/<learner>           announce -> control/<leader>
     actor     admit, decode, grade, put payload, push header                                        receive, verify
     learner                                         fetch payloads, forward, backward, optimizer    send, verify
 """
@@ -15,12 +15,14 @@ step s trains. The loop is the same.
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
 import time
 from datetime import timedelta
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the side that waits must not spin on the other's cores; read at import
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but some 20 us, in which the next parallel loop comes: a fifth of a decode step
 
 import torch
 import torch.distributed as dist
@@ -28,30 +30,54 @@ import torch.distributed as dist
 from actor import Engine
 from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError, help_text, parse
-from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
+from data import Detokenizer, Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from director import Director
 from learner import Learner, Sample
 from ledger import Ledger
 from model import parameter_shapes
+from parallel import Lane, check_lanes
 from reward import Grader, total
 from scheduler import Request
 from shape import check_exact, check_positions, read_shape
 from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
-from transfer import same_layout
 
 
-def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publisher, grader: Grader) -> None:
-    """Decode what arrives, grade it beside, take new weights at step boundaries, until told to stop."""
-    channel, ledger, control = publisher.channel, engine.ledger, f"control/{publisher.rank}"
+class Inbox:
+    """An engine's messages. Its leader takes them off the queue and tells the other lanes, so that all act in the same step."""
+
+    def __init__(self, publisher: Publisher):
+        self.channel, self.rank, self.group = publisher.channel, publisher.rank, publisher.groups.lanes
+        self.leader = publisher.rank in publisher.grid.leaders
+        self.source = self.rank - (self.rank - publisher.grid.learners) % publisher.grid.tp
+
+    def pop(self) -> dict | None:
+        """The next message, or None; with several lanes, a call of all of them."""
+        message = self.channel.pop(f"control/{self.rank}") if self.leader else None
+        if self.group is None:
+            return message
+        data = json.dumps(message).encode() if message else b""
+        size = torch.tensor(len(data))
+        dist.broadcast(size, self.source, self.group)
+        if not size:
+            return None
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leader else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(text, self.source, self.group)
+        return json.loads(text.numpy().tobytes())
+
+
+def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publisher, grader: Grader | None) -> None:
+    """Decode what arrives, grade it beside, take new weights at step boundaries, until told to stop.
+
+    Every lane of an engine runs this; only the leader has a grader and sends groups.
+    """
+    channel, ledger, inbox = publisher.channel, engine.ledger, Inbox(publisher)
     groups: dict[int, tuple[dict, list[Request]]] = {}  # group -> its prompt message, its finished samples
     while True:
-        with ledger.span("exchange"):
-            message, graded = channel.pop(control), grader.poll()
-        if engine.scheduler.idle and not (message or graded):
-            with ledger.span("wait_prompts"):
-                while not (message or graded):
-                    time.sleep(1e-3)
-                    message, graded = channel.pop(control), grader.poll()
+        idle = engine.scheduler.idle
+        with ledger.span("wait_prompts" if idle else "exchange"):
+            message, graded = inbox.pop(), grader.poll() if grader else []
+            if idle and not message and not graded:
+                time.sleep(1e-3)
         if graded:
             with ledger.span("exchange"):
                 channel.push("headers", [send_payload(config, channel, groups.pop(group), parts, error) | {"rank": publisher.rank}
@@ -60,25 +86,30 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
             for request in engine.step():
                 prompt, done = groups[request.group]
                 done.append(request)
-                if len(done) == prompt["samples"]:
+                if len(done) == prompt["samples"] and grader:
                     with ledger.span("exchange"):
                         grade_group(encoder, grader, prompt, done)
         elif message["kind"] == "prompts":
             with ledger.span("exchange"):
                 for prompt in message["prompts"]:
                     groups[prompt["group"]] = (prompt, [])
-                    engine.scheduler.add([Request(prompt["group"], number, list(prompt["ids"]), config.rollout.max_new_tokens,
-                                                  prompt["temperature"], encoder.stop_ids, prompt["min_version"])
-                                          for number in range(prompt["samples"])])
+                    engine.scheduler.add([make_request(config, encoder, prompt, number) for number in range(prompt["samples"])])
         elif message["kind"] == "publish":
             with ledger.span("publish"):
                 publisher.receive(message["version"], engine.weights())
                 engine.publish(message["version"])
-            ledger.beside("grading", grader.take_seconds())
+            ledger.beside("grading", grader.take_seconds() if grader else 0.0)
             channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
                                       **engine.take_counters()})
         else:
             return
+
+
+def make_request(config: Config, encoder: Encoder, prompt: dict, number: int) -> Request:
+    """One sample of a prompt message."""
+    watch = Detokenizer(encoder.tokenizer, encoder.stop).push if encoder.stop else None
+    return Request(prompt["group"], number, list(prompt["ids"]), config.rollout.max_new_tokens, prompt["temperature"],
+                   encoder.stop_ids, prompt["min_version"], watch=watch)
 
 
 def grade_group(encoder: Encoder, grader: Grader, prompt: dict, done: list[Request]) -> None:
@@ -150,8 +181,8 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
     with ledger.span("checkpoint"):
         director.save(learner)
     director.close(ledger.events())
-    for actor in publisher.grid.actor_ranks:
-        channel.push(f"control/{actor}", {"kind": "stop"})
+    for leader in publisher.grid.leaders:
+        channel.push(f"control/{leader}", {"kind": "stop"})
 
 
 def make_sample(rollouts: dict[int, list[Rollout]], entry: list) -> Sample:
@@ -182,6 +213,25 @@ def pick_device(config: Config) -> torch.device:
     return torch.device("cuda", local)
 
 
+def threads_per_rank(config: Config, cores: int, local_ranks: int) -> int:
+    """Cores by the ranks of this machine that compute at the same time: on-policy, actors and learners take turns."""
+    if config.threads:
+        return config.threads
+    learners = min(config.learner.replicas * config.learner.shards, local_ranks)
+    actors = min(config.actor.replicas * config.actor.tp, local_ranks)
+    busy = max(learners, actors) if config.max_staleness == 0 else local_ranks
+    return min(max(1, cores // busy), 2 if config.exact else cores)  # torch's SiLU rounds differently at the seams of three
+
+
+def check_nodes(config: Config, local_ranks: int) -> None:
+    """Refuse an engine on two machines: 2 L all-reduces a step would cross the network. Raises ConfigError."""
+    grid = Grid.of(config)
+    for leader in grid.leaders:
+        if leader // local_ranks != (leader + grid.tp - 1) // local_ranks:
+            raise ConfigError(f"`actor.tp` = {grid.tp}: ranks {leader} to {leader + grid.tp - 1} share an engine but not a machine "
+                              f"({local_ranks} ranks each); choose the numbers of learners and lanes so that none straddles two")
+
+
 def run(config: Config) -> None:
     """One rank's whole life. What a user can get wrong is checked before the first process group."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -191,9 +241,10 @@ def run(config: Config) -> None:
     shape = read_shape(config.model.path)
     check_exact(config, shape)
     check_positions(config, shape)
-    if config.exact and torch.get_num_threads() > 2:
-        raise ConfigError(f"`exact` with {torch.get_num_threads()} threads: torch's SiLU rounds differently at the seams between "
-                          "three and more; set OMP_NUM_THREADS=1")
+    check_lanes(shape, config.actor.tp)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    check_nodes(config, local_ranks)
+    torch.set_num_threads(threads_per_rank(config, len(os.sched_getaffinity(0)), local_ranks))
     if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
         raise ConfigError("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
     encoder = Encoder(config.model.path, config.rollout.stop)
@@ -208,20 +259,25 @@ def run(config: Config) -> None:
             check_names(folder, shapes, shape.tied)
     engine = grader = None
     if rank in grid.actor_ranks:
-        engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace))
-        grader = Grader(config.reward)
-        grader.wait_ready()
+        lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
+        engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace), lane)
+        if rank in grid.leaders:
+            grader = Grader(config.reward)
+            grader.wait_ready()
     limit = timedelta(seconds=config.collective_timeout_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
     channel = open_channel(rank, config.collective_timeout_s)
-    plan = agree_on_plan(channel, config, shapes, (same_layout(shapes), shapes) if engine else None)
+    live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if engine else {}
+    plan = agree_on_plan(channel, config, shapes, (engine.runner.layout, live) if engine else None)
     groups = make_groups(grid, plan, device.type, config.collective_timeout_s)
     publisher = Publisher(channel, plan, groups, config, device)
     if engine:
+        engine.connect(groups.lanes)
         pool, longest = engine.scheduler.capacity, engine.full_length_sequences
         print(f"rank {rank}: actor, KV pool of {pool} tokens = {longest} longest sequences", flush=True)
         run_actor(config, engine, encoder, publisher, grader)
-        grader.close()
+        if grader:
+            grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
         run_learner(config, learner, publisher, Director(config, publisher, prompts, held_out) if rank == 0 else None)

@@ -14,8 +14,7 @@ was chunked, nor on its batch mates, nor on prefill, decode or training being wh
 decode differs from its prefill at almost every position.
 """
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,37 +99,30 @@ class PackedAttention:
         return torch.cat([torch.cat(parts)[self.inverse], torch.zeros_like(q_THD[self.total:])])
 
 
-def write_kv(cache_RKD: Tensor, new_TKD: Tensor, slots_T: Tensor) -> None:
-    """cache[slots[t]] = new[t]; a slot of -1 (a padding row) writes nothing."""
-    kept = slots_T >= 0
-    cache_RKD[slots_T[kept]] = new_TKD[:len(slots_T)][kept]
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Requests of one step with the same number of queries and about the same context."""
-    rows_NS: Tensor  # rows of the step's packed tokens
-    positions_NS: Tensor
-    slots_NJ: Tensor  # where keys 0...J-1 lie; beyond a request's context any valid slot
-
-
 class PagedAttention:
-    """Writes the step's keys and values into the cache, then attends over each request's blocks.
+    """Attention of a step's queries over each request's blocks, bucket by bucket: q [T, H, D], keys and values [slots, K, D].
 
-    The cache is [layers, 2, slots, K, D]; slot = block x block_size + offset.
+    Slot = block x block_size + offset. `tables_NB`, `starts_N1` (rows of each request) and `contexts_N` (its keys, this step's
+    included) are numpy arrays; entries of a table behind its context may be anything.
     """
 
-    def __init__(self, cache: Tensor, slots_T: Tensor, buckets: list[Bucket], exact: bool):
-        self.cache, self.slots_T, self.buckets = cache, slots_T, buckets
+    def __init__(self, pages: tuple[np.ndarray, np.ndarray, np.ndarray], block_size: int, exact: bool, device: torch.device):
         self.attend = block_attention if exact else sdpa_attention
+        tables_NB, starts_N1, contexts_N = pages
+        counts_N, used_N = np.diff(starts_N1), -(-contexts_N // block_size)
+        padded_N = np.minimum(2 ** np.ceil(np.log2(used_N)).astype(np.int64), tables_NB.shape[1])
+        self.buckets = []  # (rows_NS, positions_NS, slots_NJ) of requests with as many queries and about as much context
+        for queries, blocks in np.unique(np.stack([counts_N, padded_N], 1), axis=0):
+            members = np.flatnonzero((counts_N == queries) & (padded_N == blocks))
+            table = np.where(np.arange(blocks) < used_N[members, None], tables_NB[members, :blocks], 0)
+            slots_NJ = (table.astype(np.int64)[:, :, None] * block_size + np.arange(block_size)).reshape(len(members), -1)
+            first = np.stack([starts_N1[members], contexts_N[members] - queries])[:, :, None]
+            rows_NS, positions_NS = (first + np.arange(queries)).astype(np.int64)
+            self.buckets.append([torch.from_numpy(each).to(device) for each in (rows_NS, positions_NS, slots_NJ)])
 
-    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        keys, values = self.cache[layer]
-        write_kv(keys, k_TKD, self.slots_T)
-        write_kv(values, v_TKD, self.slots_T)
-        out = torch.zeros_like(q_THD)
-        for bucket in self.buckets:
-            part = self.attend(q_THD[bucket.rows_NS], keys[bucket.slots_NJ], values[bucket.slots_NJ],
-                               bucket.positions_NS, window)
-            out[bucket.rows_NS.flatten()] = part.flatten(0, 1)
+    def __call__(self, q_THD: Tensor, keys_RKD: Tensor, values_RKD: Tensor, window: int) -> Tensor:
+        out = torch.zeros_like(q_THD)  # rows of no request are padding
+        for rows_NS, positions_NS, slots_NJ in self.buckets:
+            part = self.attend(q_THD[rows_NS], keys_RKD[slots_NJ], values_RKD[slots_NJ], positions_NS, window)
+            out[rows_NS.flatten()] = part.flatten(0, 1)
         return out

@@ -16,6 +16,7 @@ from actor import Engine
 from ledger import Ledger
 from scheduler import Request
 from shape import shape_from_hf
+from transfer import matrix
 
 
 def build(reference="llama", *, vocab=64, version=0, longest=(40, 24), exact=False, seed=0, dtype="float32", **actor) -> Engine:
@@ -33,10 +34,17 @@ def build(reference="llama", *, vocab=64, version=0, longest=(40, 24), exact=Fal
 
 
 def load(engine: Engine, reference) -> None:
-    source = dict(reference.named_parameters())
-    assert source.keys() == engine.weights().keys()
-    for name, weight in engine.weights().items():
-        weight.copy_(source[name].detach())
+    """Every parameter to where the engine's layout says that it lands."""
+    write(engine, {name: parameter.detach() for name, parameter in reference.named_parameters()})
+
+
+def write(engine: Engine, parameters: dict[str, torch.Tensor]) -> None:
+    live, layout = engine.weights(), engine.runner.layout
+    assert parameters.keys() == layout.keys()
+    for name, landings in layout.items():
+        for at in landings:
+            part = matrix(parameters[name])[at.row0:at.row1, at.col0:at.col1]
+            matrix(live[at.tensor])[at.to_row:at.to_row + part.shape[0], at.to_col:at.to_col + part.shape[1]] = part
 
 
 def prompt_of(length: int, seed: int, vocab: int = 64) -> list[int]:

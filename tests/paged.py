@@ -1,19 +1,21 @@
-"""A rollout engine without its scheduler: hand-made block tables and continuous batching, for tests of PagedAttention.
+"""A rollout engine without its scheduler: hand-made block tables and continuous batching, for tests of attention over pages.
 
 Written from DESIGN §4 and without actor.py, so that both can be compared with the same reference. Every sequence's blocks are
-scattered over the pool, the pool is full of large stale values, and slots beyond a request's context point anywhere in it.
+scattered over the pool, the pool is full of large stale values, and table entries beyond a request's context are wild.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import Bucket, PagedAttention
+from kernels.attention import PagedAttention
 from model import Transformer
+from runner import Attend
 
-Call = Callable[[Tensor, Tensor, PagedAttention, Tensor], Tensor]  # (ids_T, positions_T, attend, rows_R) -> [R, V]
+Call = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]  # (ids_T, positions_T, attend, rows_R) -> [R, V]
 
 
 def engine_steps(lengths: list[int], prompts: list[int], chunk: int, batch: int) -> Iterator[dict[int, range]]:
@@ -44,23 +46,20 @@ def run_paged(model: Transformer, sequences: list[Tensor], prompts: list[int], w
     outputs: list[list[Tensor]] = [[] for _ in sequences]
     for step in engine_steps([len(ids) for ids in sequences], prompts, chunk, batch):
         ids, positions, written, rows, owners, first = [], [], [], [], [], 0
-        same_size = defaultdict(list)
-        for sequence, here in step.items():
+        members = sorted(step.items(), key=lambda item: len(item[1]))
+        table = np.full((len(members), max(blocks)), 10**6, np.int32)
+        for row, (sequence, here) in enumerate(members):
             ids.append(sequences[sequence][here.start:here.stop])
             positions.append(torch.arange(here.start, here.stop))
             written.append(slots[sequence][here.start:here.stop])
-            same_size[len(here)].append((sequence, torch.arange(first, first + len(here)), positions[-1]))
+            used = -(-here.stop // block_size)
+            table[row, :used] = tables[sequence][:used]
             rows += [first + index for index, position in enumerate(here) if position >= wanted[sequence]]
             owners += [sequence for position in here if position >= wanted[sequence]]
             first += len(here)
-        buckets = []
-        for members in same_size.values():
-            longest = max(int(at[-1]) + 1 for _, _, at in members)
-            keys = torch.randint(cache.shape[2], (len(members), longest), generator=generator)
-            for row, (sequence, _, at) in zip(keys, members, strict=True):
-                row[:at[-1] + 1] = slots[sequence][:at[-1] + 1]
-            buckets.append(Bucket(torch.stack([at for _, at, _ in members]), torch.stack([at for _, _, at in members]), keys))
-        attend = PagedAttention(cache, torch.cat(written), buckets, exact)
+        starts = np.cumsum([0, *(len(here) for _, here in members)])
+        pages = table, starts, np.array([here.stop for _, here in members])
+        attend = Attend(cache, torch.cat(written), PagedAttention(pages, block_size, exact, torch.device("cpu")))
         result = call(torch.cat(ids), torch.cat(positions), attend, torch.tensor(rows, dtype=torch.long))
         for sequence, row in zip(owners, result, strict=True):
             outputs[sequence].append(row)

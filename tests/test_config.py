@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 KEYS = [key for key, *_ in fields()]
 TYPES = {key: annotation for key, annotation, *_ in fields()}
 ZERO_HAS_A_MEANING = {  # every other number refuses 0, which would divide by zero, hang or train nothing
-    "steps", "seed", "max_staleness", "actor.kv_blocks", "learner.warmup_steps", "learner.min_lr_ratio", "learner.beta1",
+    "steps", "seed", "max_staleness", "threads", "actor.kv_blocks", "actor.max_model_len", "learner.warmup_steps",
+    "learner.min_lr_ratio", "learner.beta1",
     "learner.beta2", "learner.weight_decay", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip",
     "algorithm.entropy_coef", "algorithm.kl_coef", "eval.every", "log.samples_per_step",
 }
@@ -186,7 +187,8 @@ def other_value(key: str):
     if typing.get_origin(kind) is typing.Literal:
         return next((choice for choice in typing.get_args(kind) if choice != default), default)
     special = {"log.trackers": ("wandb",), "reward.weights": (0.5,), "reward.functions": ("a.py:b",), "rollout.stop": ("\n", "é"),
-               "actor.tp": 1, "max_staleness": 1, "exact": True, "algorithm.dual_clip": 3.0, "eval.every": 5,
+               "actor.tp": 2, "actor.max_model_len": 2, "max_staleness": 1, "exact": True, "algorithm.dual_clip": 3.0,
+               "eval.every": 5,
                "learner.min_lr_ratio": 0.1}
     if key in special:
         return special[key]
@@ -196,7 +198,8 @@ def other_value(key: str):
 
 
 NEEDS = {"learner.min_lr_ratio": {"learner": {"schedule": "cosine"}}, "eval.every": {"data": {"eval_path": "x.jsonl"}},
-         "actor.max_num_seqs": {"actor": {"max_num_batched_tokens": 4096}}}
+         "actor.max_num_seqs": {"actor": {"max_num_batched_tokens": 4096}},
+         "actor.max_model_len": {"data": {"max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 1}}}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -265,7 +268,11 @@ def test_r6_upper_extremes_are_refused(key, value):
     ({"rollout": {"samples_per_prompt": 1}}, ["`rollout.samples_per_prompt` = 1", "at least 2"]),
     ({"algorithm": {"dual_clip": 1.0}}, ["`algorithm.dual_clip` = 1.0", "must be > 1"]),
     ({"algorithm": {"dual_clip": 0.5}}, ["`algorithm.dual_clip` = 0.5", "must be > 1"]),
-    ({"actor": {"tp": 2}}, ["`actor.tp` = 2", "set 1"]),
+    ({"exact": True, "actor": {"tp": 2}}, ["`exact`", "`actor.tp` = 1", "not 2"]),
+    ({"exact": True, "actor": {"quantization": "fp8"}}, ["`exact`", "`actor.quantization` = none", "fp8"]),
+    ({"exact": True, "threads": 3}, ["`exact`", "`threads` = 3", "1 or 2"]),
+    ({"actor": {"max_model_len": 9}}, ["`actor.max_model_len` = 9", "1032", "raise it"]),
+    ({"rollout": {"stop": [""]}}, ["`rollout.stop`", "empty string"]),
     ({"actor": {"max_num_seqs": 9, "max_num_batched_tokens": 8}},
      ["`actor.max_num_batched_tokens` = 8", "`actor.max_num_seqs` = 9", "raise it"]),
     ({"learner": {"warmup_steps": 6}, "steps": 5}, ["`learner.warmup_steps` = 6", "`steps` = 5", "lower it"]),

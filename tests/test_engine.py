@@ -11,8 +11,8 @@ import torch
 from engines import add, build, everything_is_free, finish, key, load, naive, prompt_of, response, run, same, scored
 from tiny import FAMILIES, randomise
 
-from actor import uniforms
 from config import ConfigError
+from runner import uniforms
 from scheduler import Request
 
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["sdpa", "exact"])
@@ -44,7 +44,7 @@ def test_bfloat16():
         for parameter in reference.parameters():
             parameter.copy_(parameter.bfloat16())
     engine = build(reference, dtype="bfloat16")
-    assert {weight.dtype for weight in engine.weights().values()} == {engine.cache.dtype} == {torch.bfloat16}
+    assert {weight.dtype for weight in engine.weights().values()} == {engine.runner.cache.dtype} == {torch.bfloat16}
     requests = [Request(group, 0, prompt_of(9, group), 12, 0.5) for group in range(4)]
     run(engine, requests)
     gaps = torch.cat([torch.tensor(request.logprobs) - scored(reference, request) for request in requests])
@@ -55,7 +55,7 @@ def test_nothing_is_computed_before_weights_have_arrived():
     """Tokens sampled from uninitialised memory: version 0 is a publication too."""
     engine, request = build(version=-1), Request(0, 0, [1, 2, 3], 2)
     add(engine, [request])
-    assert engine.step() == [] and not request.versions and request.num_generated == 0 and not engine.cache.any()
+    assert engine.step() == [] and not request.versions and request.num_generated == 0 and not engine.runner.cache.any()
     engine.publish(0)
     finish(engine, [request])
     assert request.versions == [0, 0]
@@ -199,10 +199,10 @@ def test_pool_is_sized_from_free_memory(monkeypatch):
     free = SimpleNamespace(available=2 * (20 * block_bytes + 1))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     engine = build(kv_blocks=0, kv_memory_fraction=0.5)
-    assert engine.scheduler.pool.num_blocks == 20 and engine.cache.nbytes == 20 * block_bytes
+    assert engine.scheduler.pool.num_blocks == 20 and engine.runner.cache.nbytes == 20 * block_bytes
     assert engine.full_length_sequences == 1  # of 80 slots, 64 each
     half = build(kv_blocks=0, kv_memory_fraction=0.5, dtype="bfloat16")
-    assert half.scheduler.pool.num_blocks == 40 and half.cache.nbytes == 20 * block_bytes
+    assert half.scheduler.pool.num_blocks == 40 and half.runner.cache.nbytes == 20 * block_bytes
     free.available = 2 * 400 * block_bytes
     assert build(kv_blocks=0, kv_memory_fraction=0.5, max_num_seqs=3).scheduler.pool.num_blocks == 3 * 16
     assert build(kv_blocks=77, max_num_seqs=3).scheduler.pool.num_blocks == 77

@@ -14,6 +14,7 @@ from tiny import randomise
 from torch import Tensor
 
 from kernels.attention import PackedAttention, block_attention
+from kernels.logprob import Head
 from model import Transformer
 from shape import Shape, read_shape
 
@@ -57,7 +58,8 @@ def learner_logprobs(model: Transformer, sequences: list[Tensor], prompts: list[
             rows.append(torch.arange(start + prompts[member] - 1, start + len(sequences[member]) - 1))
             start += len(sequences[member])
         ids = torch.cat([sequences[member] for member in members])
-        chosen, _ = model(ids, attend, torch.cat(rows), ids[torch.cat(rows) + 1], TEMPERATURE, chunk)
+        chosen, _ = model(ids, attend, torch.cat(rows), ids[torch.cat(rows) + 1],
+                          Head(TEMPERATURE, model.vocab, chunk))
         found.update(zip(members, chosen.detach().split([len(each) for each in rows]), strict=True))
     return [found[member] for member in range(len(sequences))]
 
@@ -67,8 +69,8 @@ def engine_logprobs(model: Transformer, sequences: list[Tensor], prompts: list[i
     """The engine's logprobs of the same tokens, recorded as they are sampled."""
     logps = run_paged(model, [ids[:-1] for ids in sequences], prompts, [prompt - 1 for prompt in prompts], chunk=chunk,
                       batch=batch, block_size=block_size, exact=exact,
-                      call=lambda ids, positions, attend, rows: model.next_log_probs(
-                          ids, positions, attend, rows, torch.full((len(rows), 1), TEMPERATURE)))
+                      call=lambda ids, positions, attend, rows: torch.log_softmax(
+                          model.next_logits(ids, positions, attend, rows) / TEMPERATURE, -1))
     return [rows.gather(1, ids[prompt:, None])[:, 0] for rows, ids, prompt in zip(logps, sequences, prompts, strict=True)]
 
 

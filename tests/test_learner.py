@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import build
+from kernels.logprob import Head
 from learner import Learner, Sample, learning_rate, plan_micro_batches
 from ledger import Ledger
 from shape import read_shape
@@ -185,7 +186,7 @@ def stale_reads(rank: int) -> None:
     def logps(model) -> torch.Tensor:
         ids, attend, rows, targets = learner._pack(probe)
         with torch.no_grad():
-            return model(ids, attend, rows, targets, 1.0, 64)[0]
+            return model(ids, attend, rows, targets, Head(1.0, model.vocab, 64))[0]
 
     before, start = logps(learner.model), {name: shard.clone() for name, shard in learner.shards().items()}
     inner = learner.optimizer.step
@@ -224,7 +225,6 @@ def tied_rows(rank: int, folder: str) -> dict:
     from model import parameter_shapes
     from shape import shape_from_hf
     from sync import Grid, Publisher, agree_on_plan, make_groups, open_channel
-    from transfer import same_layout
     hf = json.loads(Path("configs/toy/config.json").read_text()) | {"tie_word_embeddings": True}
     if rank == 0:
         Path(folder, "source").mkdir()
@@ -232,7 +232,9 @@ def tied_rows(rank: int, folder: str) -> dict:
     shape, config = shape_from_hf(hf), toy(algorithm={"kl_coef": 0.0}, data={"max_prompt_tokens": 8})
     shapes = parameter_shapes(shape)
     channel = open_channel(rank, 30)
-    plan = agree_on_plan(channel, config, shapes, (same_layout(shapes), shapes) if rank else None)
+    engine = Engine(config, shape, 13, torch.device("cpu"), Ledger(False)) if rank else None
+    live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if rank else {}
+    plan = agree_on_plan(channel, config, shapes, (engine.runner.layout, live) if rank else None)
     groups = make_groups(Grid.of(config), plan, "cpu", 30)
     publisher = Publisher(channel, plan, groups, config, torch.device("cpu"))
     result = {}
@@ -243,9 +245,8 @@ def tied_rows(rank: int, folder: str) -> dict:
         publisher.send(0, learner.shards())
         save_hf(Path(folder, "saved"), Path(folder, "source"), learner.full_tensors())
     else:
-        engine = Engine(config, shape, 13, torch.device("cpu"), Ledger(False))
         publisher.receive(0, engine.weights())
-        model = engine.model
+        model = engine.runner.model
         result = {"head": model.lm_head.weight[7].tolist(), "embedding": model.model.embed_tokens.weight[7].tolist(),
                   "head_is_embedding": model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()}
     dist.barrier()

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Algorithm, ConfigError, build
-from kernels.logprob import chosen_logprobs, log_probs
+from kernels.logprob import Head, chosen_logprobs, log_probs
 from losses import Tokens, clipped_surrogate, group_advantages, grpo, kl, token_weight
 
 ALGORITHM = Algorithm()
@@ -245,7 +245,8 @@ def test_l2_chunked_logprobs_equal_the_textbook(rows, width, vocab, head, chunk,
     results = []
     for function, kind in ((textbook_logprobs, torch.float64), (chosen_logprobs, torch.float32)):
         h, w = hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()
-        logps, entropies = function(h, w, targets, temperature, vocab, *((chunk,) if kind == torch.float32 else ()))
+        settings = (Head(temperature, vocab, chunk),) if kind == torch.float32 else (temperature, vocab)
+        logps, entropies = function(h, w, targets, *settings)
         assert logps.dtype == entropies.dtype == kind and logps.shape == entropies.shape == (rows,)
         each = [torch.autograd.grad((pull[i].to(kind) * x).sum(), [h, w], retain_graph=True)
                 for i, x in enumerate((logps, entropies))]
@@ -259,7 +260,7 @@ def test_l2_chunked_logprobs_equal_the_textbook(rows, width, vocab, head, chunk,
 def test_chosen_logprobs_of_no_rows():
     """L11: an empty micro-batch still takes part: empty results, zero gradients."""
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
-    logps, entropies = chosen_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), 1.0, 6, 8)
+    logps, entropies = chosen_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), Head(1.0, 6, 8))
     (logps.sum() + entropies.sum()).backward()
     assert logps.shape == (0,) and weight.grad.eq(0).all() and hidden.grad.shape == (0, 4)
 
@@ -269,7 +270,7 @@ def test_chosen_logprobs_in_bf16_are_fp32_from_the_logits_on():
     g = torch.Generator().manual_seed(1)
     hidden, weight = torch.randint(-1, 2, (9, 32), generator=g), torch.randint(-2, 3, (500, 32), generator=g) / 2
     targets = torch.randint(500, (9,), generator=g)
-    got = chosen_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, 0.7, 500, 4)
+    got = chosen_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, Head(0.7, 500, 4))
     for mine, right in zip(got, textbook_logprobs(hidden.double(), weight.double(), targets, 0.7, 500), strict=True):
         assert mine.dtype == torch.float32 and (mine - right).abs().max() <= 1e-5
 
@@ -277,9 +278,9 @@ def test_chosen_logprobs_in_bf16_are_fp32_from_the_logits_on():
 def test_e1_logits_two_and_zero_at_temperature_one_half():
     """E1: logprob of token 0 is -0.018150, entropy .090095; at T 1 the entropy is .365334."""
     hidden, weight, target = torch.ones(1, 1), torch.tensor([[2.0], [0.0]]), torch.tensor([0])
-    logps, entropies = chosen_logprobs(hidden, weight, target, 0.5, 2, 8)
+    logps, entropies = chosen_logprobs(hidden, weight, target, Head(0.5, 2, 8))
     assert (logps.item(), entropies.item()) == pytest.approx((-0.018150, 0.090095), abs=5e-7)
-    assert chosen_logprobs(hidden, weight, target, 1.0, 2, 8)[1].item() == pytest.approx(0.365334, abs=5e-7)
+    assert chosen_logprobs(hidden, weight, target, Head(1.0, 2, 8))[1].item() == pytest.approx(0.365334, abs=5e-7)
     assert log_probs(hidden, weight, torch.tensor([[0.5]]), 2)[0, 0].item() == pytest.approx(-0.018150, abs=5e-7)
 
 
@@ -291,7 +292,7 @@ def test_e5_rows_beyond_the_tokenizer_are_not_in_the_log_partition():
     raised[60:, 0] += 20
     targets = torch.randint(60, (6,), generator=g)
     right, right_entropies = textbook_logprobs(hidden.double(), weight.double(), targets, 1.2, 60)
-    logps, entropies = chosen_logprobs(hidden, raised, targets, 1.2, 60, 4)
+    logps, entropies = chosen_logprobs(hidden, raised, targets, Head(1.2, 60, 4))
     torch.testing.assert_close(logps.double(), right, atol=2e-6, rtol=0)
     torch.testing.assert_close(entropies.double(), right_entropies, atol=2e-6, rtol=0)
     engine = log_probs(hidden, raised, torch.full((6, 1), 1.2), 60)
@@ -320,7 +321,7 @@ def test_no_tensor_of_rows_by_vocabulary_is_built(chunk, rows_at_once):
     hidden, weight = torch.randn(R, E, requires_grad=True), torch.randn(V, E, requires_grad=True)
     targets = torch.randint(V, (R,))
     with Largest() as forward:
-        logps, entropies = chosen_logprobs(hidden, weight, targets, 0.7, V, chunk)
+        logps, entropies = chosen_logprobs(hidden, weight, targets, Head(0.7, V, chunk))
     with Largest() as backward:
         (logps.sum() + entropies.sum()).backward()
     assert forward.numel == rows_at_once * V

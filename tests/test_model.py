@@ -8,8 +8,8 @@ from paged import run_paged
 from tiny import FAMILIES, ours
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kernels.attention import PackedAttention, write_kv
-from kernels.logprob import log_probs
+from kernels.attention import PackedAttention
+from kernels.logprob import Head, log_probs
 from model import init_tensor, rope_tables
 
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["sdpa", "exact"])
@@ -50,7 +50,7 @@ def test_packed_prefill_equals_transformers(family, exact):
         assert worst(model.lm_head(hidden), expected) <= 1e-5
         logps = log_probs(hidden, model.lm_head.weight, torch.ones(1, 1), model.vocab)
         assert worst(logps, expected.log_softmax(-1)) <= 1e-5
-        chosen, entropy = model(ids, attend, torch.arange(len(ids)), targets, temperature, 3)
+        chosen, entropy = model(ids, attend, torch.arange(len(ids)), targets, Head(temperature, model.vocab, 3))
         tempered = torch.log_softmax(expected / temperature, -1)
         assert worst(chosen, tempered.gather(1, targets[:, None])[:, 0]) <= 1e-5
         assert worst(entropy, -(tempered.exp() * tempered).sum(-1)) <= 1e-5
@@ -80,7 +80,7 @@ def test_gradients_equal_transformers(family, exact):
     rows, generator = torch.arange(0, len(ids), 2), torch.Generator().manual_seed(0)
     targets, weights = random_ids([len(rows)])[0], torch.randn(2, len(rows), generator=generator)
 
-    chosen, entropy = model(ids, attend, rows, targets, temperature, 3)
+    chosen, entropy = model(ids, attend, rows, targets, Head(temperature, model.vocab, 3))
     (weights[0] * chosen + weights[1] * entropy).sum().backward()
     logps = torch.log_softmax(reference_logits(reference, sequences)[rows] / temperature, -1)
     expected = (weights[0] * logps.gather(1, targets[:, None])[:, 0] - weights[1] * (logps.exp() * logps).sum(-1)).sum()
@@ -122,7 +122,7 @@ def test_packed_sequences_are_independent(family, lengths, exact):
 
     def logps(*sequences: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ids, attend = packed(list(sequences), exact)
-        chosen, _ = model(ids, attend, torch.arange(len(ids)), torch.full_like(ids, 7), 1.0, 1000)
+        chosen, _ = model(ids, attend, torch.arange(len(ids)), torch.full_like(ids, 7), Head(1.0, model.vocab, 1000))
         return chosen.detach().split([len(sequence) for sequence in sequences])
 
     together = logps(first, second)
@@ -142,19 +142,10 @@ def test_micro_batch_without_rows_gives_every_parameter_a_zero_gradient(recomput
     for layer in model.model.layers:
         layer.recompute = recompute
     ids, attend = packed([torch.tensor([0])], exact)
-    chosen, _ = model(ids, attend, nothing, nothing, 1.0, 4)
+    chosen, _ = model(ids, attend, nothing, nothing, Head(1.0, model.vocab, 4))
     chosen.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-def test_padding_slots_write_nothing():
-    """E6: slot -1 taken as an index writes over the last slot of the pool; padding rows behind the slots are dropped."""
-    cache = torch.randn(3 * 4, 2, 8)
-    before, new = cache.clone(), torch.randn(5, 2, 8)
-    write_kv(cache, new, torch.tensor([5, -1, -1]))
-    before[5] = new[0]
-    assert torch.equal(cache, before)
 
 
 def test_head_rows_beyond_the_tokenizer_do_not_exist():
@@ -174,11 +165,11 @@ def test_head_rows_beyond_the_tokenizer_do_not_exist():
         expected = torch.log_softmax(logits[:, :60] / temperature, -1)
         for name, model in {"plain": plain, "raised": raised}.items():
             with torch.no_grad():
-                engine = model.next_log_probs(ids, attend.positions, attend, rows, torch.full((24, 1), temperature))
+                engine = torch.log_softmax(model.next_logits(ids, attend.positions, attend, rows) / temperature, -1)
             assert (engine[:, 60:] == -torch.inf).all() and not engine[:, 60:].exp().any()
             assert (engine.argmax(-1) < 60).all()
             assert worst(engine[:, :60], expected) <= 1e-5
-            learner, entropy = model(ids, attend, rows, ids, temperature, 7)
+            learner, entropy = model(ids, attend, rows, ids, Head(temperature, model.vocab, 7))
             assert worst(entropy.detach(), -(expected.exp() * expected).sum(-1)) <= 1e-5
             partition[name] = logits.gather(1, ids[:, None])[:, 0] / temperature - learner.detach()
             assert worst(partition[name], torch.logsumexp(logits[:, :60] / temperature, -1)) <= 1e-5
@@ -198,7 +189,7 @@ def test_recomputed_activations_give_the_same_bits(exact):
         for layer in model.model.layers:
             layer.recompute = recompute
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        chosen, entropy = model(ids, attend, torch.arange(len(ids)), ids.roll(-1), 0.7, 16)
+        chosen, entropy = model(ids, attend, torch.arange(len(ids)), ids.roll(-1), Head(0.7, model.vocab, 16))
         loss = chosen.sum() + entropy.sum()
         loss.backward()
         found.append((len(calls), loss.detach(), [parameter.grad for parameter in model.parameters()]))

@@ -94,7 +94,8 @@ def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str 
 
     publisher._transfer_in = faulty
     for version in range(2):
-        assert publisher.channel.wait(f"control/{rank}", "the announcement")["version"] == version
+        if rank in publisher.grid.leaders:  # who tells the other lanes: train.py's Inbox
+            assert publisher.channel.wait(f"control/{rank}", "the announcement")["version"] == version
         publisher.receive(version, live)
         for name, tensor in live.items():
             assert torch.equal(tensor, expected(name, kind, lane, version)), f"{name} of version {version}"
@@ -210,4 +211,7 @@ def test_digest_beyond_one_key_block():
     parts = sum(int(digest(tensor[:, a:b], 0, a, 1000)) for a, b in ((0, 300), (300, 1000))) % (1 << 64)
     swapped = tensor.clone()
     swapped[0], swapped[699] = tensor[699], tensor[0]
-    assert parts == whole and int(digest(swapped, 0, 0, 1000)) % (1 << 64) != whole
+    digest.dot = False  # as on a GPU: whole rows of keys at once, ragged ends by themselves
+    rest = sum(int(digest(tensor[a:b], a, 0, 1000)) for a, b in ((0, 7), (7, 600), (600, 700))) % (1 << 64)
+    assert parts == whole == int(digest(matrix(tensor), 0, 0, 1000)) % (1 << 64) == rest
+    assert int(digest(swapped, 0, 0, 1000)) % (1 << 64) != whole

@@ -14,20 +14,30 @@ from engines import add, build, finish, invert, key, naive, next_logp, prompt_of
 from tiny import FAMILIES
 
 import config
-from actor import Engine, sample, uniforms
+from actor import Engine
 from config import ConfigError
 from kernels.logprob import entropy, log_probs
+from kernels.sampling import Knobs
+from kernels.sampling import sample as sample_rows
+from runner import uniforms
 from scheduler import Request
 
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["sdpa", "exact"])
 
 
+def sample(logits: torch.Tensor, greedy: list[bool], numbers: np.ndarray, temperature: float = 1.0) -> list[tuple[int, float]]:
+    knobs = Knobs.of([(0.0 if flag else temperature, 0, 1.0, 0.0) for flag in greedy], "cpu")
+    tokens, logprobs = sample_rows(logits, knobs, torch.from_numpy(numbers))
+    return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+
 def two_token_engine() -> Engine:
     """Logits [2, 0] (and 62 masked ids) whatever the context: the embedding is ones, the layers add nothing."""
-    engine = build(vocab=2, max_num_seqs=64)
+    engine = build(vocab=2, max_num_seqs=64, version=-1)
     for name, weight in engine.weights().items():
         weight.fill_(0.0 if "proj" in name else 1.0)
     engine.weights()["lm_head.weight"].copy_(torch.tensor([[2.0], [0.0]] + [[9.0]] * 62) / 64)
+    engine.publish(0)
     return engine
 
 
@@ -35,9 +45,10 @@ def test_logprob_of_a_tempered_token():
     """E1: a logprob without the temperature (-.126928), or one that only greedy, only sampled tokens get."""
     logp = log_probs(torch.ones(1, 1), torch.tensor([[2.0], [0.0]]), torch.full((1, 1), 0.5), 2)
     right = {0: pytest.approx(-0.018150, abs=1e-6), 1: pytest.approx(-4.018150, abs=1e-6)}
-    assert sample(logp, [True], np.zeros(1)) == [(0, right[0])]
-    assert sample(logp, [False], np.zeros(1)) == [(0, right[0])]
-    assert sample(logp, [False], np.array([0.99])) == [(1, right[1])]
+    logits = torch.tensor([[2.0, 0.0]])
+    assert sample(logits, [True], np.zeros(1)) == [(0, pytest.approx(-0.126928, abs=1e-6))], "greedy counts as temperature 1"
+    assert sample(logits, [False], np.zeros(1), 0.5) == [(0, right[0])]
+    assert sample(logits, [False], np.array([0.99]), 0.5) == [(1, right[1])]
     assert entropy(logp).item() == pytest.approx(0.090095, abs=1e-6)
 
     engine = two_token_engine()
@@ -98,9 +109,10 @@ def test_inverse_cdf_against_a_plain_loop(temperature):
     numbers = torch.rand(400, generator=generator, dtype=torch.float64).numpy()
     for flags in ([False] * 400, [row % 3 == 0 for row in range(400)], [True] * 400):
         right = [int(row.argmax()) if flag else invert(row, u) for row, flag, u in zip(logp, flags, numbers, strict=True)]
-        found = sample(logp, flags, numbers)
+        found = sample(logits, flags, numbers, temperature)
         assert [token for token, _ in found] == right
-        assert [logprob for _, logprob in found] == logp[torch.arange(400), right].tolist()
+        tempered = torch.where(torch.tensor(flags)[:, None], torch.log_softmax(logits, -1), logp)
+        assert [logprob for _, logprob in found] == tempered[torch.arange(400), right].tolist()
 
 
 def test_a_large_vocabulary_keeps_its_tail():
@@ -111,7 +123,7 @@ def test_a_large_vocabulary_keeps_its_tail():
     numbers = np.array([5e-7, *(1 - np.geomspace(5e-7, 9e-5, 8))])
     right = [invert(logp[0], u) for u in numbers]
     assert len(set(right)) == 9 and 1000 not in right, "each of these must be another token of the tail"
-    found = sample(logp.expand(9, -1), [False] * 9, numbers)
+    found = sample(logits.expand(9, -1), [False] * 9, numbers)
     assert [token for token, _ in found] == right
 
 
@@ -126,7 +138,7 @@ def test_a_sampled_token_always_has_a_probability(u):
     rows[4, :40] = -300.0  # exp underflows: not masked, but without a probability
     rows[5, 25:] = -300.0
     logp = torch.log_softmax(rows, -1)
-    found = sample(logp, [False] * 6, np.full(6, u))
+    found = sample(rows, [False] * 6, np.full(6, u))
     for row, (token, logprob) in zip(logp, found, strict=True):
         possible = row.exp().nonzero()[:, 0].tolist()
         assert row[token].exp() > 0 and logprob == row[token].item()
@@ -338,9 +350,12 @@ def test_a_sample_depends_on_nothing_but_its_key(family, way, exact):
             assert logprobs == pytest.approx(expected[sample_key][1], abs=1e-5, rel=0)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_weights_that_are_not_finite_are_named(greedy):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(temperature):
     """NaN weights end in an index error, or in tokens sampled from garbage, that do not name the cause."""
-    rows = torch.full((2, 5), torch.nan)
+    engine = build(version=-1)
+    engine.weights()["model.norm.weight"][3] = torch.nan
+    engine.publish(0)
+    add(engine, [Request(0, 0, [1, 2, 3], 4, temperature)])
     with pytest.raises(FloatingPointError, match="published weights"):
-        sample(rows, [greedy, greedy], np.array([0.3, 0.9]))
+        engine.step()
