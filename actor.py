@@ -126,6 +126,10 @@ class SamplingParams:
     """Fixes the samples whatever else is generated; None: they depend on the LLM's seed and the number of prompts before."""
 
     def __post_init__(self):
+        for field, kind in {"n": int, "temperature": float | int, "top_k": int, "top_p": float | int, "min_p": float | int,
+                            "max_tokens": int | tuple | list, "stop": str | tuple | list, "seed": int | None}.items():
+            if not isinstance(getattr(self, field), kind) or isinstance(getattr(self, field), bool):
+                raise ValueError(f"SamplingParams.{field} = {getattr(self, field)!r}: must be {getattr(kind, '__name__', kind)}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         limits = self.max_tokens if isinstance(self.max_tokens, int) else tuple(self.max_tokens)
         object.__setattr__(self, "max_tokens", limits)
@@ -136,7 +140,7 @@ class SamplingParams:
                 ("top_k", 0 <= self.top_k < 1 << 31, "between 0 (off) and 2^31 - 1"),
                 ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"), ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
                 ("stop", all(isinstance(text, str) and text for text in self.stop), "strings that are not empty"),
-                ("max_tokens", min(each, default=0) >= 1, "at least 1"),
+                ("max_tokens", all(isinstance(limit, int) and limit >= 1 for limit in each) and each, "whole numbers from 1 on"),
                 ("max_tokens", isinstance(limits, int) or len(limits) == self.n, f"one number, or one for each of n = {self.n}"),
                 ("seed", self.seed is None or 0 <= self.seed < 1 << 63, "between 0 and 2^63 - 1")):
             if not valid:
@@ -236,6 +240,14 @@ class LLM:
             for group in range(first, first + len(encoded)):
                 self.engine.scheduler.abort(group)
 
+    def warm_up(self) -> None:
+        """Compile and load what a first call would, without a trace in what later calls give."""
+        groups = self._groups
+        self.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))
+        self.reset_prefix_cache()
+        self.engine.take_counters()
+        self._groups = groups
+
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of earlier prompts; between calls."""
         self.engine.scheduler.pool.forget()
@@ -292,7 +304,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="any of the config's actor settings, such as tp=2")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     try:
         settings = {"model": options.model, "dtype": options.dtype, "seed": options.seed}
         settings |= {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in options.settings)}
@@ -301,6 +313,7 @@ def main(argv: list[str]) -> int:
         llm = LLM(**settings)
         prompts = [llm.encoder.encode([{"role": "user", "content": prompt}] if options.chat else prompt)
                    for prompt in options.prompt]
+        llm.warm_up()
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
     except (ConfigError, ValueError, yaml.YAMLError) as error:

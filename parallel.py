@@ -190,11 +190,13 @@ def for_engine(model: nn.Module, lane: Lane, backend: str) -> None:
 
 
 def by_rows(model: nn.Module) -> None:
-    """On a CPU in fp32: norms with a residual, and rotations, by the compiled loops of kernels/rows.py."""
-    from kernels.rows import norm_rows, rope_rows, use_threads  # imports numba
-    use_threads(torch.get_num_threads())
+    """On a CPU in fp32: norms with a residual by the compiled loop of kernels/rows.py, rotations by the one that attends."""
+    import numba
+
+    from kernels.rows import norm_rows
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     for layer in model.model.layers:
-        layer.self_attn.rotate = rope_rows
+        layer.self_attn.rotate = lambda x_THD, cos, sin: x_THD
         layer.post_attention_layernorm.compute = norm_rows
     for layer in model.model.layers[1:]:  # the first one has no residual yet
         layer.input_layernorm.compute = norm_rows

@@ -14,6 +14,7 @@ The one uniform number a token needs is a counter-based function of (seed, group
 its batch mates, its slot, preemption, or how many actors there are.
 """
 
+import ctypes
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from kernels.attention import PagedAttention
 from kernels.kv_write import write_kv
 from kernels.paged_attention import Pages, paged_attention
 from kernels.sampling import Knobs, sample
-from model import Transformer, parameter_shapes
+from model import Transformer, parameter_shapes, rope_tables
 from parallel import EngineLinear, Lane, by_rows, for_engine, lane_layout, refresh
 from scheduler import Request
 from shape import Shape
@@ -88,6 +89,14 @@ def pool_blocks(config: Config, shape: Shape, device: torch.device) -> int:
 def zeros_on_demand(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages the system provides when they are first written: a pool of 6 GB costs nothing until it is used."""
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc not to give large blocks back: the 50 MB of a step's logits would be faulted in anew, 6 % of a step of 256 rows."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:  # M_MMAP_MAX 0, M_TRIM_THRESHOLD 2 GB
+        mallopt(-4, 0)
+        mallopt(-1, (1 << 31) - 1)
 
 
 @dataclass(slots=True)
@@ -229,29 +238,30 @@ class Attend:
 
 
 class AttendByRows:
-    """The same on a CPU: short queries row by row over their own pages (numba), long chunks gathered once and handed to SDPA."""
+    """The same on a CPU, rotation included: short queries row by row over their pages (numba), long chunks gathered for SDPA."""
 
-    def __init__(self, cache: Tensor, slots_T: Tensor, pages: tuple[np.ndarray, np.ndarray, np.ndarray], block_size: int):
-        self.cache, self.slots_T, self.block_size = cache, slots_T.numpy(), block_size
-        self.tables, starts_N1, contexts_N = pages
+    def __init__(self, cache: Tensor, step: tuple[Tensor, Tensor, Tensor], pages: tuple[np.ndarray, np.ndarray, np.ndarray],
+                 block_size: int):
+        """`step` = (slots_T, cos_T1D, sin_T1D), `pages` = (tables_NB, starts_N1, contexts_N)."""
+        tables_NB, starts_N1, contexts_N = pages
+        self.cache, self.slots, self.rotary = cache, step[0].numpy(), tuple(table[:, 0].numpy() for table in step[1:])
         counts_N = np.diff(starts_N1)
         short = np.flatnonzero(counts_N <= SHORT)
-        short = short[np.argsort(self.tables[short, 0], kind="stable")]  # neighbours that share a prefix find it in the caches
+        short = short[np.argsort(tables_NB[short, 0], kind="stable")]  # neighbours that share a prefix find it in the caches
         owners_S = np.repeat(short, counts_N[short])
         within_S = np.arange(len(owners_S)) - np.repeat(np.cumsum(counts_N[short]), counts_N[short])  # -S ... -1 of each request
-        self.rows = starts_N1[1:][owners_S] + within_S, owners_S, contexts_N[owners_S] + within_S
+        self.pages = tables_NB, starts_N1[1:][owners_S] + within_S, owners_S, contexts_N[owners_S] + within_S, block_size
         self.long, long = None, np.flatnonzero(counts_N > SHORT)
         if len(long):
-            chunks = self.tables[long], np.concatenate([[0], np.cumsum(counts_N[long])]), contexts_N[long]
+            chunks = tables_NB[long], np.concatenate([[0], np.cumsum(counts_N[long])]), contexts_N[long]
             self.long = PagedAttention(chunks, block_size, False, torch.device("cpu"))
             self.long_rows = torch.from_numpy(np.concatenate([np.arange(starts_N1[n], starts_N1[n + 1]) for n in long]))
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
         from kernels.rows import attend_rows  # imports numba, which only this path needs
-        keys, values = self.cache[layer]
-        out = attend_rows((q_THD, k_TKD, v_TKD), self.slots_T, (keys, values), self.tables, self.rows, self.block_size, window)
+        out = attend_rows((q_THD, k_TKD, v_TKD), self.rotary, self.slots, self.cache[layer], self.pages, window)
         if self.long is not None:
-            out[self.long_rows] = self.long(q_THD[self.long_rows], keys, values, window)
+            out[self.long_rows] = self.long(q_THD[self.long_rows], *self.cache[layer], window)
         return out
 
 
@@ -273,6 +283,7 @@ class Runner:
                 for_engine(model, lane, backend)
             if self.by_rows:
                 by_rows(model)
+                keep_freed_memory()
             self.layout = lane_layout(shape, lane.rank, lane.size)
         self.model = model.to(dtype).to_empty(device=device).requires_grad_(False)
         self.model.tie()
@@ -332,7 +343,7 @@ class Runner:
         else:
             self.model.model(step.ids_T, step.positions_T, self._attend(step))  # chunks only: no logits, no random number
             return []
-        tokens_R, logprobs_R = sample(logits_RV, step.knobs, step.uniforms_R)
+        tokens_R, logprobs_R = self._sample(logits_RV, step)
         if self.device.type == "cuda":
             drawn_2R = self.drawn[:2 * len(tokens_R)].view(2, -1)  # in one piece: a strided copy would wait for the device
             drawn_2R.copy_(torch.stack([tokens_R.float(), logprobs_R]), non_blocking=True)  # ids are exact in fp32 below 2^24
@@ -348,13 +359,20 @@ class Runner:
             raise FloatingPointError("the logits are not finite: the published weights hold NaN or infinities")
         return list(zip(tokens, logprobs, strict=True))
 
+    def _sample(self, logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        if self.by_rows and not step.knobs.truncates:
+            from kernels.rows import draw_rows
+            return draw_rows(logits_RV, step.knobs.temperature_R, step.uniforms_R)
+        return sample(logits_RV, step.knobs, step.uniforms_R)
+
     def _attend(self, step: Step) -> Attend | AttendByRows:
         pages = step.pages
         if self.device.type == "cuda":
             return Attend(self.cache, step.slots_T, lambda q, keys, values, window: paged_attention(q, keys, values, pages, window))
         plain = pages.tables_NB.numpy(), pages.query_starts_N1.numpy(), pages.contexts_N.numpy()
         if self.by_rows:
-            return AttendByRows(self.cache, step.slots_T, plain, pages.block_size)
+            rotary = rope_tables(self.shape, step.positions_T)
+            return AttendByRows(self.cache, (step.slots_T, *rotary), plain, pages.block_size)
         return Attend(self.cache, step.slots_T, PagedAttention(plain, pages.block_size, self.config.exact, self.device))
 
     @torch.inference_mode()

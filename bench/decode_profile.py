@@ -83,7 +83,7 @@ def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[
     llm.generate(prompts, params)
     engine.step = inner
     alone.append(gemms_alone(layers, rows))
-    kinds = ("gemm", "attention", "sampling", "scheduling", "norm, rope, silu")
+    kinds = ("gemm", "attention", "sampling", "scheduling", "norm, SiLU")
     found = {kind: statistics.median(step[kind] for step in steps) for kind in (*kinds, "step")}
     return found | {"rest": found["step"] - sum(found[kind] for kind in kinds), "gemm alone": min(alone), "steps": len(steps)}
 
@@ -97,10 +97,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for kind, owners in {"gemm": [(parallel.EngineLinear, "forward")], "attention": [(runner.AttendByRows, "__call__")],
-                         "sampling": [(runner, "sample")],
+                         "sampling": [(rows, "draw_rows")],
                          "scheduling": [(Scheduler, "schedule"), (Scheduler, "commit"), (runner.StepBuffers, "fill"),
                                         (runner.StepBuffers, "advance")],
-                         "norm, rope, silu": [(rows, "norm_rows"), (rows, "rope_rows"), (model, "silu_mul")]}.items():
+                         "norm, SiLU": [(rows, "norm_rows"), (model, "silu_mul")]}.items():
         for owner, name in owners:
             timed(owner, name, kind)
     llm = LLM(str(ROOT / "models" / "smollm2-135m"), max_model_len=384, max_num_seqs=256)
@@ -112,7 +112,7 @@ def main() -> None:
     found = {kind: statistics.median(each[kind] for each in rounds) for kind in rounds[0]}
     other = statistics.median((each["step"] - each["gemm"]) / each["gemm alone"] for each in rounds)
     print(f"batch {options.batch}, contexts 100 to {100 + options.steps}, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
-    for kind in ("gemm", "attention", "sampling", "scheduling", "norm, rope, silu", "rest"):
+    for kind in ("gemm", "attention", "sampling", "scheduling", "norm, SiLU", "rest"):
         print(f"  {kind:18}{found[kind] * 1e3:8.2f} ms  {found[kind] / found['step']:6.1%} of the step")
     print(f"  {'step':18}{found['step'] * 1e3:8.2f} ms; GEMMs alone {found['gemm alone'] * 1e3:.2f} ms, "
           f"all that is not GEMM {other:.1%} of that")

@@ -13,8 +13,9 @@ round, so a machine that slows down for a minute slows a round, not one engine; 
 must not spin on the cores of the one that runs: their CPU time is taken too (gloo's threads in vLLM poll, 0.6 %).
 Two threads for each engine:
 
-  seventy         `actor.LLM`, a request of n samples for each prompt, at most `--max-num-seqs` samples at once, as below.
-  generate        sdpa, left-padded batches of GENERATE_ROWS rows, each as long as its longest response. No logprobs.
+  seventy         `actor.LLM`, a request of n samples for each prompt, at most `--max-num-seqs` samples at once. KV blocks of 8:
+                  of a shared prompt each sample computes the partial last block by itself.
+  generate        sdpa, left-padded batches of GENERATE_ROWS rows, each as long as its longest response. No logprobs. Round 1 only.
   generate_batch  transformers' continuous batching, logprobs returned. Measured in round 1 only, it takes long.
   vllm            Eager, in the process itself (no engine process beside two busy cores), Intel's OpenMP preloaded as its
                   documentation asks, no detokenisation, KV blocks of 32: prompts here are shorter than its default of 128, so
@@ -50,7 +51,7 @@ THREADS = 2
 MAX_MODEL_LEN = 384  # the longest prompt and the longest response fit
 MEDIAN, SIGMA, CAP = 48, 0.8, 256  # tokens of a response
 GENERATE_ROWS = 32  # useful tokens a CPU second on a quarter of the workload: 24 at 32 rows, 22 at 64
-ROUND_ONE_ONLY = {"generate_batch"}
+ROUND_ONE_ONLY = {"generate", "generate_batch"}  # minutes a round
 UNTRUNCATED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}  # transformers' top_k is 50
 
 Tokens = list[list[int]]  # [prompt] -> token ids
@@ -108,7 +109,7 @@ def seventy(model: str, seqs: int) -> tuple[Run, dict]:
 
     from actor import LLM, SamplingParams
     torch.set_num_threads(THREADS)
-    llm = LLM(model, max_model_len=MAX_MODEL_LEN, max_num_seqs=seqs, seed=0, block_size=4)
+    llm = LLM(model, max_model_len=MAX_MODEL_LEN, max_num_seqs=seqs, seed=0, block_size=8)
 
     def run(prompts: Tokens, lengths: list[list[int]]) -> list[int]:
         llm.reset_prefix_cache()

@@ -318,6 +318,16 @@ def test_a_second_stream_is_refused_while_one_is_open(llm):
     assert rest.token_ids == naive(FAMILIES["llama"], [3, 4], 6)[0] and len(llm.generate(["cd"], params)[0].samples) == 2
 
 
+def test_warming_up_leaves_no_trace(folders):
+    """A warm-up that moves the random numbers of later calls, or whose bytes and hits are counted as theirs."""
+    warmed, cold = (LLM(folders("llama"), seed=5, **SMALL) for _ in range(2))
+    warmed.warm_up()
+    assert not any(warmed.engine.take_counters().values())
+    params = SamplingParams(n=3, max_tokens=6, ignore_eos=True)
+    answers = [[sample.token_ids for sample in llm.generate(["abc"], params)[0].samples] for llm in (warmed, cold)]
+    assert answers[0] == answers[1]
+
+
 # --- refusals
 
 
@@ -325,7 +335,8 @@ def test_a_second_stream_is_refused_while_one_is_open(llm):
     {"n": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": 1e-39}, {"top_k": -1},
     {"top_k": 1 << 31}, {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 1.1}, {"max_tokens": 0},
     {"max_tokens": ()}, {"max_tokens": (3, 0), "n": 2}, {"max_tokens": (3, 3)}, {"max_tokens": [3], "n": 2}, {"stop": ""},
-    {"stop": ("a", "")}, {"stop": ("a", 5)}, {"seed": -1}, {"seed": 1 << 63}], ids=str)
+    {"stop": ("a", "")}, {"stop": ("a", 5)}, {"seed": -1}, {"seed": 1 << 63}, {"n": "2"}, {"n": True}, {"top_k": 2.5},
+    {"top_p": None}, {"stop": None}, {"seed": 1.5}, {"max_tokens": 2.0}, {"max_tokens": (1, 2.0), "n": 2}], ids=str)
 def test_every_wrong_parameter_is_named(wrong):
     """A NaN that blames the weights, an overflow in a step, an endless or empty response, instead of the field that caused it."""
     field = next(iter(wrong))

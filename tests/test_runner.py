@@ -4,7 +4,6 @@ References: a step written down token by token, a full forward of transformers a
 """
 
 import itertools
-import math
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -17,10 +16,10 @@ from engines import add, build, finish, naive, prompt_of, same
 from tiny import FAMILIES
 
 import config
-from kernels.attention import PagedAttention
 from kernels.kv_write import write_kv
 from kernels.paged_attention import paged_attention, paged_attention_torch
-from runner import SHORT, Attend, AttendByRows, StepBuffers, batch_buckets, pool_blocks, uniforms, working_bytes, zeros_on_demand
+from kernels.rope import rope
+from runner import Attend, StepBuffers, batch_buckets, pool_blocks, uniforms, working_bytes, zeros_on_demand
 from scheduler import Request, Scheduler
 from shape import Shape
 
@@ -283,7 +282,13 @@ class Replay:
     def replay(self) -> None:
         runner, step = self.runner, self.step
         attend = Attend(runner.cache, step.slots_T, lambda q, k, v, window: paged_attention(q, k, v, step.pages, window))
+        blocks = [layer.self_attn for layer in runner.model.model.layers]
+        kept = [block.rotate for block in blocks]
+        for block in blocks:  # on a CPU the attention call rotates
+            block.rotate = rope
         logits_RV = runner.model.next_logits(step.ids_T, step.positions_T, attend, torch.arange(self.size))
+        for block, rotate in zip(blocks, kept, strict=True):
+            block.rotate = rotate
         runner.logits_RV[:self.size].copy_(logits_RV)
         self.replays.append(self.size)
 
@@ -341,89 +346,6 @@ def test_padded_logits_are_those_of_the_bare_batch():
             written = {request.blocks[request.num_computed // 4] * 4 + request.num_computed % 4 for request in batch}
             others = [slot for slot in range(cache.shape[2]) if slot not in written]
             assert torch.equal(runner.cache[:, :, others], cache[:, :, others])
-
-
-# --- a CPU engine's loops
-
-
-def test_norm_and_rotation_by_rows():
-    """A residual that is not added, a weight of another feature, a slice of a fused qkv read with the wrong stride."""
-    pytest.importorskip("numba")
-    from kernels.rows import norm_rows, rope_rows
-    draw = torch.Generator().manual_seed(0)
-    for rows, width in ((1, 5), (7, 123), (40, 64)):
-        x, residual, weight = (torch.randn(*size, generator=draw) for size in ((rows, width), (rows, width), (width,)))
-        y, total = norm_rows(x, weight, 1e-3, residual)
-        wide = x.double() + residual.double()
-        right = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
-        assert torch.equal(total, x + residual)
-        torch.testing.assert_close(y.double(), right, atol=1e-6, rtol=1e-6)
-    for rows, heads, width in ((1, 1, 2), (9, 3, 16), (5, 2, 80)):
-        fused = torch.randn(rows, heads + 2, width, generator=draw)
-        x, angles = fused[:, 1:1 + heads], 9 * torch.rand(rows, 1, width // 2, generator=draw).repeat(1, 1, 2)
-        points = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones(()).double(), angles[..., :width // 2].double())
-        found = rope_rows(x, angles.cos(), angles.sin())
-        torch.testing.assert_close(found.double(), torch.cat([points.real, points.imag], -1), atol=1e-6, rtol=1e-6)
-
-
-def attention_float64(q, keys, values, pages, size: int, window: int) -> torch.Tensor:
-    """The formula, a query head of a row at a time; rows of no request are zeros."""
-    tables, starts, contexts = pages
-    out, repeat = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // keys.shape[1]
-    for n, context in enumerate(contexts):
-        slots = [int(tables[n, j // size]) * size + j % size for j in range(context)]
-        for row in range(starts[n], starts[n + 1]):
-            position = context - (starts[n + 1] - row)
-            seen = slots[max(0, position + 1 - window) if window else 0:position + 1]
-            for head in range(q.shape[1]):
-                k, v = keys[seen, head // repeat].double(), values[seen, head // repeat].double()
-                out[row, head] = torch.softmax(k @ q[row, head].double() / math.sqrt(q.shape[2]), 0) @ v
-    return out
-
-
-def paged_batch(counts: list[int], befores: list[int], size: int, kv_heads: int, garbage: float, seed: int):
-    """(q with two rows of no request, keys, values, pages): scattered blocks, garbage wherever nobody may look."""
-    rng = np.random.default_rng(seed)
-    contexts = np.array([count + before for count, before in zip(counts, befores, strict=True)], np.int32)
-    used = -(-contexts // size)
-    free = rng.permutation(int(used.sum()) + 5)
-    tables = rng.choice(np.array([-1, 10**6], np.int32), (len(counts), int(used.max()) + 2))
-    seen = []
-    for n, blocks in enumerate(used):
-        tables[n, :blocks], free = free[:blocks], free[blocks:]
-        seen += [tables[n, j // size] * size + j % size for j in range(contexts[n])]
-    keys, values = torch.full((2, (int(used.sum()) + 5) * size, kv_heads, 16), garbage)
-    keys[seen], values[seen] = torch.from_numpy(rng.standard_normal((2, len(seen), kv_heads, 16)).astype(np.float32))
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    q = torch.from_numpy(rng.standard_normal((int(starts[-1]) + 2, 6, 16)).astype(np.float32))
-    return q, keys, values, (tables, starts, contexts)
-
-
-@pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.parametrize(("counts", "befores"), [
-    ([1, 1, 1], [0, 36, 7]), ([1, 5, SHORT], [15, 16, 3]), ([SHORT + 1], [0]), ([1, 2, SHORT, SHORT + 1, 40], [31, 0, 1, 9, 0]),
-    ([SHORT + 1, 30, 1, SHORT + 1], [4, 0, 8, 12])], ids=["decode", "short", "one chunk", "mixed", "chunks first"])
-def test_rows_against_the_formula_in_float64(counts, befores, size):
-    """A page too few or too many, a window off by one, another request's rows, a head of the wrong group."""
-    pytest.importorskip("numba")
-    garbage = torch.nan if max(counts) <= SHORT else 1e3  # a long chunk gathers whole pages and masks
-    for seed, (kv_heads, window) in enumerate(itertools.product((1, 2, 6), (0, 1, 5, size))):
-        q, keys, values, pages = paged_batch(counts, befores, size, kv_heads, garbage, seed)
-        q[:, ::2] *= 8  # some rows see one key, some all of them
-        wanted = attention_float64(q, keys, values, pages, size, window)
-        tables, starts, contexts = pages
-        slots = torch.tensor([int(tables[n, position // size]) * size + position % size for n, context in enumerate(contexts)
-                              for position in range(context - counts[n], context)])
-        cache, fused = torch.stack([keys, values])[None].clone(), torch.full((len(q), 3 * kv_heads, 16), torch.nan)
-        fused[:len(slots), :kv_heads], fused[:len(slots), -kv_heads:] = keys[slots], values[slots]
-        cache[:, :, slots] = 1e6  # what the call must write first
-        attend = AttendByRows(cache, slots, pages, size)
-        out = attend(q, fused[:, :kv_heads].contiguous(), fused[:, -kv_heads:], 0, window)
-        assert torch.equal(cache[0].nan_to_num(), torch.stack([keys, values]).nan_to_num()), "not what was new, or elsewhere"
-        torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
-        assert not out[-2:].any(), "rows of no request"
-        finite = keys.nan_to_num(1e3), values.nan_to_num(1e3)
-        torch.testing.assert_close(out, PagedAttention(pages, size, False, CPU)(q, *finite, window), atol=1e-5, rtol=0)
 
 
 # --- memory
