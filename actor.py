@@ -31,13 +31,14 @@ import yaml
 from torch import Tensor
 
 from checkpoint import WeightFolder, check_names, load_layout
-from config import Config, ConfigError, build
+from config import Config, ConfigError
 from data import Detokenizer, Encoder
 from ledger import Ledger
 from model import parameter_shapes
 from parallel import Lane, check_lanes
 from runner import Runner
 from scheduler import Request, Scheduler
+from settings import build
 from shape import Shape, check_exact, read_shape
 
 

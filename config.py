@@ -1,22 +1,9 @@
-"""Every setting of a run: plain dataclasses, no torch.
-
-A run is one YAML under configs/ plus `section.key=value` overrides on the command line:
-
-    torchrun --nproc-per-node 2 train.py configs/toy.yaml learner.lr=1e-3 steps=20
-    python train.py --help          # every field, its type, default and one sentence
-
-pydantic checks types and bounds; unknown keys are refused with the nearest match, because a misspelt option that is
-silently dropped costs a whole run. `check()` then refuses combinations that cannot work, before any process group starts.
-"""
+"""Every setting of a run: plain dataclasses with a sentence a field, no torch. settings.py reads and checks them."""
 
 import dataclasses
-import difflib
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 _strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
@@ -153,32 +140,107 @@ class Learner:
     """Decoupled weight decay, applied to matrices and embeddings only."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global L2 norm."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps one hidden state a layer and recomputes the rest in backward: 2·tokens·hidden·layers bytes in bf16."""
+    epochs: Positive = 1
+    """Times that a step goes through its samples."""
+    minibatches: Positive = 1
+    """Optimizer updates of one epoch, each on its share of the step's groups."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`full` keeps one hidden state a layer and recomputes the rest in backward; `selective` recomputes all but matrix products."""
+    reduce: Literal["micro_batch", "step"] = "micro_batch"
+    """`step` keeps whole fp32 gradients (4 bytes a parameter on every rank) and reduces once; `micro_batch` keeps only shards."""
+    parked: tuple[Literal["critic", "reference", "reward_model"], ...] = ()
+    """Models whose shards wait in host memory while they are not computing (GPU only)."""
     logprob_chunk: Positive = 1024
     """Rows of logits that exist at once; the [tokens, vocabulary] matrix is never built."""
 
 
 @dataclass(config=_strict, frozen=True)
 class Algorithm:
-    name: Literal["grpo"] = "grpo"
-    """Policy loss, a pure function in losses.py."""
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo", "dpo", "reward_model"] = "grpo"
+    """Preset of its paper's settings (PRESETS); any field given beside it wins."""
+    loss: Literal["clip", "gspo", "cispo", "dpo", "ipo", "bradley_terry"] = "clip"
+    """Loss function, by its name in losses.py."""
+    advantage: Literal["group", "rloo", "returns", "gae"] = "group"
+    """Against the group's mean, the mean of its other samples, nothing (rewards to go), or the critic's values (GAE)."""
     advantage_std: bool = True
-    """Divide group-centred rewards by the group's standard deviation (GRPO); false only centres (Dr.GRPO)."""
+    """Divide group-centred rewards by the group's standard deviation (`group` only)."""
+    advantage_whiten: bool = False
+    """Shift and scale advantages to mean 0 and variance 1 over all trained tokens of the step."""
+    gamma: Annotated[float, Field(gt=0, le=1), _Number] = 1.0
+    """Discount of a later token's reward (`returns`, `gae`)."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1), _Number] = 0.95
+    """GAE's decay of later value errors; 1 trusts rewards only, 0 the critic only."""
     clip_low: Annotated[float, Field(ge=0, lt=1), _Number] = 0.2
     """Lower clip of the probability ratio: 1 − clip_low."""
     clip_high: NonNegative = 0.2
     """Upper clip of the probability ratio: 1 + clip_high."""
     dual_clip: NonNegative = 0.0
     """Bound c > 1 on the loss of negative advantages, c·|A| (arXiv 1912.09729); 0 switches it off."""
+    old_logprobs: Literal["rollout", "learner"] = "rollout"
+    """Denominator of the ratio: the engine's recorded logprobs, or the learner's own at the step's start (decoupled PPO)."""
+    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Correction by learner's start / engine (needs old_logprobs=learner): weight cut at the cap, or dropped beyond it."""
+    importance_cap: PositiveFloat = 2.0
+    """Largest importance weight; `*_mask` also drops weights below its inverse."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty to the frozen reference in the loss; 0 builds no reference model."""
+    """Weight of the KL penalty to the frozen reference, DPO's and IPO's beta; 0 builds no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token KL estimator (Schulman 2020, joschu.net/blog/kl-approx.html); k1's gradient is zero on average."""
-    loss_mean: Literal["token", "sequence", "constant", "sum"] = "token"
+    """Per-token KL estimator (Schulman 2020, joschu.net/blog/kl-approx.html); in the loss, k1's gradient is zero on average."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty acts: on each token's loss, or on the reward before advantages are formed."""
+    loss_mean: Literal["token", "sequence", "constant", "sum"] = "sequence"
     """Token mean, mean of sequence means, division by samples × max_new_tokens, or sum over a sequence's tokens."""
+    resample: Count = 0
+    """Batches' worth of groups without variance that a step may replace by new prompts (dynamic sampling); 0 keeps them."""
+    overlong_buffer: Count = 0
+    """Last tokens below max_new_tokens over which the reward falls linearly by 1 (DAPO's overlong penalty); 0 is off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), _Number] = 0.0
+    """Share of preference pairs taken to be labelled the wrong way round (DPO)."""
+
+
+# What each name sets, by its paper; fields not listed keep the defaults above.
+PRESETS: dict[str, dict] = {
+    "grpo": {},
+    "dr_grpo": {"advantage_std": False, "loss_mean": "constant"},
+    "dapo": {"clip_high": 0.28, "loss_mean": "token", "resample": 10},  # overlong_buffer: a fifth of max_new_tokens
+    "rloo": {"advantage": "rloo", "loss_mean": "sum", "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_pp": {"advantage": "returns", "advantage_whiten": True, "loss_mean": "token", "kl_in": "reward",
+                     "kl_estimator": "k1"},
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo", "clip_high": 4.0, "loss_mean": "token"},
+    "ppo": {"advantage": "gae", "advantage_whiten": True, "loss_mean": "token", "kl_coef": 0.05, "kl_in": "reward",
+            "kl_estimator": "k1"},
+    "dpo": {"loss": "dpo", "kl_coef": 0.1},
+    "reward_model": {"loss": "bradley_terry"},
+}
+
+
+@dataclass(config=_strict, frozen=True)
+class Critic:
+    """Value model of `advantage=gae`, sharded over the learner ranks."""
+    trunk: Literal["own", "shared"] = "own"
+    """Weights of its own, or a value head on the policy's last hidden state."""
+    path: str = ""
+    """Folder to start from (a sequence-classification one brings its head); empty takes model.path with a head of zeros."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate of an own trunk; same schedule as the policy's."""
+    loss_coef: PositiveFloat = 0.5
+    """Weight of the value loss beside the policy loss (shared trunk only)."""
+    value_clip: NonNegative = 0.2
+    """Values may move this far from the step's first estimate before their loss stops falling; 0 is off."""
+    warmup_steps: Count = 0
+    """First steps in which the critic learns and the policy stands still."""
+
+
+@dataclass(config=_strict, frozen=True)
+class RewardModel:
+    """A frozen scorer on the learner ranks, added to the functions' reward."""
+    path: str = ""
+    """Sequence-classification folder with one label, and the policy's tokenizer; empty means none."""
+    weight: float = 1.0
+    """Weight of its score in the reward."""
 
 
 @dataclass(config=_strict, frozen=True)
@@ -197,6 +259,14 @@ class Eval:
     """Steps between greedy evaluations on `data.eval_path` (also before the first step and after the last); 0 never."""
     max_prompts: Positive = 256
     """Rows of the evaluation data used, from its start."""
+    keep_best: bool = False
+    """Save the weights of the best evaluation so far as RUN/best."""
+
+
+@dataclass(config=_strict, frozen=True)
+class Export:
+    every: Count = 0
+    """Steps between exports of the weights as RUN/step-N, Hugging Face folders; 0 saves only RUN/model at the end."""
 
 
 @dataclass(config=_strict, frozen=True)
@@ -234,14 +304,26 @@ class Config:
     actor: Actor = dataclasses.field(default_factory=Actor)
     learner: Learner = dataclasses.field(default_factory=Learner)
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    critic: Critic = dataclasses.field(default_factory=Critic)
+    reward_model: RewardModel = dataclasses.field(default_factory=RewardModel)
     publish: Publish = dataclasses.field(default_factory=Publish)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    export: Export = dataclasses.field(default_factory=Export)
     log: Log = dataclasses.field(default_factory=Log)
+
+    @property
+    def offline(self) -> bool:
+        """Whether the data are preference pairs: no rollouts, hence no actor, queue or publication."""
+        return self.algorithm.loss in ("dpo", "ipo", "bradley_terry")
+
+    @property
+    def actor_ranks(self) -> int:
+        return 0 if self.offline else self.actor.replicas * self.actor.tp
 
     @property
     def world_size(self) -> int:
         """Ranks that torchrun must start."""
-        return self.learner.replicas * self.learner.shards + self.actor.replicas * self.actor.tp
+        return self.learner.replicas * self.learner.shards + self.actor_ranks
 
     @property
     def max_model_len(self) -> int:
@@ -259,149 +341,3 @@ def fields(cls=Config, prefix: str = "") -> list[tuple[str, Any, Any, str]]:
             described = cls.__pydantic_fields__[field.name]
             rows.append((prefix + field.name, described.annotation, described.default, described.description))
     return rows
-
-
-# Names that users of TRL, verl and transformers type from habit, and what they are called here.
-_ELSEWHERE = {
-    "learning_rate": "learner.lr", "num_epochs": "steps", "num_train_epochs": "steps", "max_steps": "steps",
-    "num_generations": "rollout.samples_per_prompt", "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens", "batch_size": "rollout.prompts_per_step", "model_name": "model.path",
-    "beta": "algorithm.kl_coef", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
-    "reward_funcs": "reward.functions", "output_dir": "run_dir", "gradient_checkpointing": "learner.activation_checkpointing",
-    "tensor_parallel_size": "actor.tp", "gpu_memory_utilization": "actor.kv_memory_fraction",
-}
-
-
-def nearest_key(key: str) -> str:
-    """The known dotted key that a misspelt, misplaced or foreign one most likely meant."""
-    known = {name: name for name, *_ in fields()}
-    wanted = key.replace("-", "_")
-    leaf = wanted.rsplit(".", 1)[-1]
-    names = {name.rsplit(".", 1)[-1]: name for name in known} | _ELSEWHERE | known
-    return names[max(names, key=lambda name: max(difflib.SequenceMatcher(None, word, name).ratio() for word in (wanted, leaf)))]
-
-
-def build(values: dict) -> Config:
-    """A checked Config from nested plain values. Raises ConfigError naming every bad key, its value and the fix."""
-    try:
-        config = TypeAdapter(Config).validate_python(values)
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors(include_url=False):
-            key = ".".join(str(part) for part in problem["loc"])
-            if problem["type"] == "unexpected_keyword_argument":
-                lines.append(f"unknown key `{key}` = {problem['input']!r}; did you mean `{nearest_key(key)}`?")
-            else:
-                lines.append(f"`{key}` = {problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
-        raise ConfigError("\n".join(lines)) from None
-    check(config)
-    return config
-
-
-def check(config: Config) -> None:
-    """Refuse combinations of settings that cannot work together. Raises ConfigError."""
-    problems = []
-    if config.rollout.samples_per_prompt < 2:
-        problems.append("`rollout.samples_per_prompt` = 1: grpo compares the samples of one prompt; set at least 2")
-    if 0 < config.algorithm.dual_clip <= 1:
-        problems.append(f"`algorithm.dual_clip` = {config.algorithm.dual_clip}: must be > 1 (3 is usual), or 0 for off")
-    if config.exact and config.actor.tp > 1:
-        problems.append(f"`exact` needs `actor.tp` = 1, not {config.actor.tp}: sums over ranks round in another order")
-    if config.exact and config.actor.quantization != "none":
-        problems.append(f"`exact` needs `actor.quantization` = none, not {config.actor.quantization}")
-    if config.exact and config.threads > 2:
-        problems.append(f"`exact` with `threads` = {config.threads}: torch's SiLU rounds differently at the seams between three "
-                        "and more; set 1 or 2")
-    needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if 0 < config.actor.max_model_len < needed:
-        problems.append(f"`actor.max_model_len` = {config.actor.max_model_len} is below data.max_prompt_tokens + "
-                        f"rollout.max_new_tokens = {needed}; raise it, or set 0")
-    if config.actor.max_num_batched_tokens < config.actor.max_num_seqs:
-        problems.append(f"`actor.max_num_batched_tokens` = {config.actor.max_num_batched_tokens} is below "
-                        f"`actor.max_num_seqs` = {config.actor.max_num_seqs}: running requests would take turns; raise it")
-    if config.learner.warmup_steps > config.steps > 0:
-        problems.append(f"`learner.warmup_steps` = {config.learner.warmup_steps} exceeds `steps` = {config.steps}: "
-                        "the peak learning rate would never be reached; lower it")
-    if config.learner.min_lr_ratio and config.learner.schedule == "constant":
-        problems.append(f"`learner.min_lr_ratio` = {config.learner.min_lr_ratio} has no effect with "
-                        "`learner.schedule` = constant; choose linear or cosine")
-    if config.reward.weights and len(config.reward.weights) != len(config.reward.functions):
-        problems.append(f"`reward.weights` has {len(config.reward.weights)} entries for "
-                        f"{len(config.reward.functions)} `reward.functions`; give one weight each, or none")
-    if not all(config.rollout.stop):
-        problems.append("`rollout.stop` holds an empty string, which would end every response at once; remove it")
-    if not config.reward.functions:
-        problems.append("`reward.functions` is empty: name at least one `file.py:function`")
-    if config.eval.every and not config.data.eval_path:
-        problems.append(f"`eval.every` = {config.eval.every} needs `data.eval_path`")
-    if config.exact and config.model.dtype != "float32":
-        problems.append(f"`exact` needs `model.dtype` = float32, not {config.model.dtype}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def parse(argv: list[str]) -> Config:
-    """Config from `[file.yaml] [key=value …]`. Raises ConfigError for anything that is neither."""
-    values: dict = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals:
-            path = Path(argument)
-            if argument.startswith("-") or path.suffix not in (".yaml", ".yml"):
-                raise ConfigError(f"`{argument}` is neither a .yaml file nor `section.key=value`; see --help")
-            if not path.is_file():
-                raise ConfigError(f"config file `{argument}` does not exist; configs/ has {_known_configs()}")
-            try:
-                loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise ConfigError(f"config file `{argument}` is not YAML: {error}") from None
-            if not isinstance(loaded, dict):
-                raise ConfigError(f"config file `{argument}` must hold `key: value` lines, not a {type(loaded).__name__}")
-            values = _merge(values, loaded)
-            continue
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"`{argument}`: the value is not YAML; quote it") from None
-        for part in reversed(key.lstrip("-").split(".")):
-            value = {part: value}
-        values = _merge(values, value)
-    return build(values)
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error: plain PyYAML lets the last one win silently."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key) for key, _ in node.value]
-        if len(set(keys)) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.constructor.ConstructorError(None, None, f"`{twice}` is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _merge(base: dict, over: dict) -> dict:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def _known_configs() -> str:
-    return ", ".join(sorted(path.name for path in Path(__file__).with_name("configs").glob("*.yaml")))
-
-
-def help_text() -> str:
-    """One entry per field: key, type, default, sentence."""
-    lines = ["usage: torchrun --nproc-per-node N train.py [config.yaml] [section.key=value ...]", ""]
-    for key, annotation, default, sentence in fields():
-        kind = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
-        kind = kind.replace("typing.", "")
-        lines += [f"{key}  ({kind}, default {json.dumps(default)})", f"    {sentence}"]
-    return "\n".join(lines)
-
-
-def to_yaml(config: Config) -> str:
-    """The effective config as YAML that `parse` reads back to an equal Config."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)

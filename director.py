@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from actor import measure_copy_bandwidth
 from checkpoint import save_hf
-from config import Config, to_yaml
+from config import Config
 from data import Prompt, Prompts, Rollout
 from learner import Learner, measure_matmul_flops, plan_micro_batches
 from ledger import RunFolder, merge_accounts, step_line
 from losses import group_advantages, token_weight
 from scheduler import ReleaseGate
+from settings import to_yaml
 from sync import Publisher
 
 

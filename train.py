@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from actor import Engine
 from checkpoint import WeightFolder, check_names
-from config import Config, ConfigError, help_text, parse
+from config import Config, ConfigError
 from data import Detokenizer, Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from director import Director
 from learner import Learner, Sample
@@ -38,6 +38,7 @@ from model import parameter_shapes
 from parallel import Lane, check_lanes
 from reward import Grader, total
 from scheduler import Request
+from settings import help_text, parse
 from shape import check_exact, check_positions, read_shape
 from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from config import Config, ConfigError, build, fields, parse, to_yaml
+from config import Config, ConfigError, fields
+from settings import build, parse, to_yaml
 
 ROOT = Path(__file__).parents[1]
 KEYS = [key for key, *_ in fields()]

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import build
 from kernels.logprob import Head
 from learner import Learner, Sample, learning_rate, plan_micro_batches
 from ledger import Ledger
+from settings import build
 from shape import read_shape
 
 SHAPE = read_shape("configs/toy")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Algorithm, ConfigError, build
+from config import Algorithm, ConfigError
 from kernels.logprob import Head, chosen_logprobs, log_probs
 from losses import Tokens, clipped_surrogate, group_advantages, grpo, kl, token_weight
+from settings import build
 
 ALGORITHM = Algorithm()
 

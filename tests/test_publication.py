@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import TOY, spawn, spawn_ok
 
-from config import build
+from settings import build
 from transfer import Digest, Landing, make_plan, matrix, same_layout, shard_rows
 
 SHAPES = {"embed.weight": (23, 8), "layer.q.weight": (8, 8), "layer.k.weight": (4, 8), "layer.o.weight": (8, 8),

@@ -101,7 +101,7 @@ def test_what_a_run_leaves_behind(exact_run):
             assert spent == pytest.approx(row[f"t_{role}_wall"], abs=1e-6), "the ledger must account for every second once"
     sample = rows(exact_run, "rollouts.jsonl")[0]
     assert {"prompt", "text", "reward", "reward_parts", "versions", "logprob_gap_max", "finish_reason"} <= sample.keys()
-    reparsed = subprocess.run([sys.executable, "-c", "import config,sys; print(config.parse(sys.argv[1:]).steps)",
+    reparsed = subprocess.run([sys.executable, "-c", "import settings,sys; print(settings.parse(sys.argv[1:]).steps)",
                                str(exact_run / "config.yaml")], cwd=ROOT, capture_output=True, text=True)
     assert reparsed.stdout.strip() == "20" and "# torch:" in (exact_run / "config.yaml").read_text()
     model = AutoModelForCausalLM.from_pretrained(exact_run / "model")

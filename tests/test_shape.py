@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from config import ConfigError, build
+from config import ConfigError
+from settings import build
 from shape import Llama3Rope, check_exact, read_shape, shape_from_hf
 
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
