@@ -9,7 +9,7 @@ A folder is config.json, tokenizer files, and safetensors in one file or sharded
 import argparse
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -69,10 +69,12 @@ class WeightFolder:
         self._stack.close()
 
 
-def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: bool) -> None:
-    """Every tensor of the folder belongs to the model and the other way round. Raises ConfigError naming the first that does not.
+def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: bool,
+                ignored: Set[str] = frozenset()) -> None:
+    """Every tensor of the folder belongs to the model and the other way round. Raises ConfigError naming one that does not.
 
-    A tied head may be stored or not; if it is, it must be the embedding's equal, or the folder is not what its config says.
+    `ignored` may be in the folder. A tied head may be stored or not; if it is, it must be the embedding's equal, or the folder
+    is not what its config says.
     """
     stored = {name for name in folder.names() if not name.endswith("rotary_emb.inv_freq")}  # a buffer of old exports
     if tied and {"lm_head.weight", "model.embed_tokens.weight"} <= stored:
@@ -83,7 +85,7 @@ def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: 
             if not torch.equal(head, embedding):
                 raise ConfigError("config.json ties lm_head.weight to model.embed_tokens.weight, but the stored tensors differ; "
                                   "set tie_word_embeddings to false")
-    for name in sorted(stored ^ shapes.keys()):
+    for name in sorted((stored - ignored) ^ shapes.keys()):
         where = "folder" if name in stored else "model"
         raise ConfigError(f"tensor {name} is in the {where} only; config.json does not fit the weights")
     for name, shape in sorted(shapes.items()):

@@ -317,6 +317,12 @@ class Config:
         return self.algorithm.loss in ("dpo", "ipo", "bradley_terry")
 
     @property
+    def late_rewards(self) -> bool:
+        """Whether rank 0 must hear from the learners before it can form advantages."""
+        penalty = self.algorithm.kl_coef and self.algorithm.kl_in == "reward" and self.algorithm.advantage in ("group", "rloo")
+        return bool(self.reward_model.path or penalty)
+
+    @property
     def actor_ranks(self) -> int:
         return 0 if self.offline else self.actor.replicas * self.actor.tp
 

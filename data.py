@@ -95,6 +95,23 @@ class Encoder:
             ids = ids[1:]
         return ids
 
+    def encode_response(self, prompt: str | list[dict], response: str | list[dict]) -> list[int]:
+        """Token ids of a given response behind its prompt, with the EOS that ends it. Raises ConfigError as `encode` does."""
+        text = response
+        if isinstance(prompt, list):
+            template = self.tokenizer.apply_chat_template
+            before = template(prompt, add_generation_prompt=True, tokenize=False)
+            turns = response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+            text = template(prompt + turns, tokenize=False)
+            if not text.startswith(before):
+                raise ConfigError("the chat template changes a prompt when a response follows; give plain strings instead")
+            text = text[len(before):]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ends = [at for at, token in enumerate(ids) if token in self.stop_ids]
+        if ends:
+            return ids[:ends[-1] + 1]  # a template may go on with a line break, which no engine would sample
+        return ids if self.tokenizer.eos_token_id is None else [*ids, self.tokenizer.eos_token_id]
+
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # " ." is not "."
 

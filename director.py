@@ -1,12 +1,14 @@
 """Rank 0's decisions: which prompts leave, which samples train where, and what is written down.
 
 The director lets prompt groups out through the release gate, hands each to the actor with the fewest out, and takes back *headers*
-(rewards, lengths, the oldest version). From them alone it forms advantages, loss weights from the step's global counts, and each
-learner rank's micro-batches; the tokens themselves stay in the store until the learner that needs them fetches them. Groups are
-put in order by their id before anything is computed, so nothing depends on which actor was faster.
+(rewards, lengths, the oldest version). From them alone it forms each learner rank's micro-batches (`assign`) and, once the learners
+have added what a reward model or a KL penalty says, advantages and loss weights from the step's global counts (`credit`); the
+tokens themselves stay in the store until the learner that needs them fetches them. Groups are put in order by their id before
+anything is computed, so nothing depends on which actor was faster.
 """
 
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import time
@@ -17,27 +19,32 @@ from pathlib import Path
 from tqdm import tqdm
 
 from actor import measure_copy_bandwidth
+from balance import Item, minibatches, plan_micro_batches
 from checkpoint import save_hf
-from config import Config
+from config import Algorithm, Config
 from data import Prompt, Prompts, Rollout
-from learner import Learner, measure_matmul_flops, plan_micro_batches
+from learner import Learner, measure_matmul_flops
 from ledger import RunFolder, merge_accounts, step_line
-from losses import group_advantages, token_weight
+from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
 from scheduler import ReleaseGate
 from settings import to_yaml
+from shape import Shape
 from sync import Publisher
 
 
 class Director:
     """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
 
-    def __init__(self, config: Config, publisher: Publisher, prompts: Prompts, held_out: list[Prompt]):
-        self.config, self.channel, self.grid = config, publisher.channel, publisher.grid
-        self.prompts, self.held_out, self.encoder = prompts, held_out, prompts.encoder
+    def __init__(self, config: Config, shape: Shape, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]]):
+        self.config, self.shape, self.channel, self.grid = config, shape, publisher.channel, publisher.grid
+        self.prompts, self.held_out = prompts
+        self.encoder = self.prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
         self.out = Counter(dict.fromkeys(self.grid.leaders, 0))  # groups at each engine
         self.headers: dict[int, dict] = {}
+        self.filtered: Counter[int] = Counter()  # by step
+        self.best: float | None = None  # reward of the best evaluation so far
         self.folder = RunFolder(config.run_dir)
         self.bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty(), leave=False)
         if self.folder.moved:
@@ -64,29 +71,53 @@ class Director:
         self.note(f"version 0 {proved} in {publish['total']:.2f} s")
         self.clock = time.perf_counter()
 
-    def gather(self) -> None:
-        """Release what the gate lets out, wait until the current step's groups are back, and assign their samples."""
+    def assign(self) -> None:
+        """Release what the gate lets out, wait until the current step's groups are back, and say who trains which samples."""
         self.release()
         self.collect(self.gate.ready, f"the groups of step {self.gate.version}")
-        config, entries, lengths = self.config, [], []
-        headers = {group: self.headers[group] for group in self.gate.groups()}
+        config, headers = self.config, {group: self.headers[group] for group in self.gate.groups()}
         oldest = min(header["oldest"] for header in headers.values())
         assert self.gate.version - oldest <= config.max_staleness, f"step {self.gate.version} got tokens of version {oldest}"
-        scored = [(group, number) for group, header in headers.items()
-                  for number, reward in enumerate(header["rewards"]) if reward is not None]
-        tokens = sum(headers[group]["lengths"][number][1] for group, number in scored)
-        for group, header in headers.items():
-            advantages = group_advantages(header["rewards"], config.algorithm.advantage_std)
-            for number, (length, generated) in enumerate(header["lengths"]):
-                if header["rewards"][number] is not None and generated:
-                    weight = token_weight(config.algorithm.loss_mean, generated, tokens, len(scored), config.rollout.max_new_tokens)
-                    entries.append([group, number, advantages[number], weight])
-                    lengths.append(length)
-        if not entries:
+        self.work: list[list] = [[] for _ in range(self.grid.learners)]  # [rank][minibatch][micro-batch] -> [group, number]
+        for groups in minibatches(list(headers), config.learner.minibatches):
+            entries = [[group, number] for group in groups for number, (_, generated) in enumerate(headers[group]["lengths"])
+                       if headers[group]["rewards"][number] is not None and generated]
+            lengths = [headers[group]["lengths"][number][0] for group, number in entries]
+            items = [Item(group, length, self.shape.forward_flops(length, length * (length + 1) // 2))
+                     for (group, _), length in zip(entries, lengths, strict=True)]
+            plan = plan_micro_batches(items, self.grid.learners, config.learner.max_tokens_per_micro_batch)
+            for mine, batches in zip(self.work, plan, strict=True):
+                mine.append([[entries[index] for index in batch] for batch in batches])
+        if not any(batch for mine in self.work for batches in mine for batch in batches):
             self.note(f"warning: no sample of step {self.gate.version} has a reward; only momentum moves the weights")
-        plan = plan_micro_batches(lengths, self.grid.learners, config.learner.max_tokens_per_micro_batch)
-        for rank, batches in enumerate(plan):
-            self.channel.push(f"work/{rank}", {"micro_batches": [[entries[index] for index in batch] for batch in batches]})
+        for rank, mine in enumerate(self.work):
+            self.channel.push(f"work/{rank}", {"minibatches": mine})
+
+    def credit(self) -> None:
+        """Rewards are complete: tell each learner (reward, advantage, loss weight) of its samples."""
+        config, algorithm = self.config, self.config.algorithm
+        order = [[(group, number) for batches in mine for batch in batches for group, number in batch] for mine in self.work]
+        kl = dict.fromkeys(itertools.chain(*order), 0.0)
+        if config.late_rewards:
+            for _ in range(self.grid.learners):
+                message = self.channel.wait("scores", "all learners to score their samples")
+                for (group, number), found in zip(order[message["rank"]], message["found"], strict=True):
+                    kl[group, number] = found["kl"]
+                    self.headers[group]["rewards"][number] += config.reward_model.weight * found.get("score", 0.0)
+        self.credits: dict[tuple[int, int], list] = {}
+        for groups in minibatches(self.gate.groups(), config.learner.minibatches):
+            headers = {group: self.headers[group] for group in groups}
+            scored = [(group, number) for group, header in headers.items()
+                      for number, reward in enumerate(header["rewards"]) if reward is not None]
+            tokens = sum(headers[group]["lengths"][number][1] for group, number in scored)
+            for group, header in headers.items():
+                rewards = shaped_rewards(config, header, [kl.get((group, number), 0.0) for number in range(len(header["rewards"]))])
+                advantages = sequence_advantages(rewards, algorithm)
+                for number, (_, generated) in enumerate(header["lengths"]):
+                    weight = token_weight(algorithm.loss_mean, generated, tokens, len(scored), config.rollout.max_new_tokens)
+                    self.credits[group, number] = [rewards[number], advantages[number], weight]
+        for rank, entries in enumerate(order):
+            self.channel.push(f"credit/{rank}", {"credits": [self.credits[entry] for entry in entries]})
 
     def release(self) -> None:
         rollout, messages = self.config.rollout, []
@@ -129,9 +160,22 @@ class Director:
         self.out[header["rank"]] -= 1
         if header["error"]:
             self.note(f"warning: group {group} (row {header['row']}) is unscored: {header['error'].strip()}")
-        if group >= 0:
-            scored = any(reward is not None for reward in header["rewards"])
-            self.gate.arrive(group, "trained" if scored else "unscored")
+        if group < 0:
+            return
+        if not any(reward is not None for reward in header["rewards"]):
+            self.gate.arrive(group, "unscored")
+        elif self.replaces(header):
+            self.filtered[self.gate.arrive(group, "filtered")] += 1
+            self.channel.drop(f"payload/{group}")
+            del self.headers[group]
+            self.release()
+        else:
+            self.gate.arrive(group, "trained")
+
+    def replaces(self, header: dict) -> bool:
+        """Whether a group teaches nothing, all its rewards being equal, and its step may still draw another in its place."""
+        limit = self.config.algorithm.resample * self.config.rollout.prompts_per_step
+        return self.filtered[self.gate.step_of(header["group"])] < limit and not any(group_advantages(header["rewards"], False))
 
     @property
     def evaluates(self) -> bool:
@@ -139,8 +183,11 @@ class Director:
         every, version = self.config.eval.every, self.gate.version
         return every > 0 and (version % every == 0 or version == self.config.steps)
 
-    def evaluate(self) -> None:
-        """Greedy samples of the held-out prompts under the current version; training's random numbers are not touched."""
+    def evaluate(self) -> bool:
+        """Greedy samples of the held-out prompts under the current version; training's random numbers are not touched.
+
+        Returns whether its reward is the best so far.
+        """
         start = time.perf_counter()
         groups = [-1 - number for number in range(len(self.held_out))]  # training's ids start at 0
         self.send_prompts([prompt_message(group, prompt, self.gate.version) | {"samples": 1, "temperature": 0.0}
@@ -156,9 +203,12 @@ class Director:
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         self.note(f"evaluation at version {row['version']}: reward {reward} on {len(rewards)} held-out prompts, greedy")
         self.clock += time.perf_counter() - start  # no part of the step
+        better = row["reward"] is not None and (self.best is None or row["reward"] > self.best)
+        self.best = row["reward"] if better else self.best
+        return better
 
-    def finish(self, mine: list, rollouts: dict[int, list[Rollout]]) -> None:
-        """After the publication: books closed, one line, one row; `mine` are the entries rank 0 trained on."""
+    def finish(self, rollouts: dict[int, list[Rollout]]) -> None:
+        """After the publication: books closed, one line, one row; `rollouts` are those that rank 0 fetched."""
         step, groups = self.gate.version, self.gate.train()
         headers = [self.headers[group] for group in groups]
         reports = sorted((self.channel.wait("reports", "all learners to report") for _ in range(self.grid.learners)),
@@ -166,28 +216,29 @@ class Director:
         accounts = [self.channel.wait("accounts", "all actors to report") for _ in self.grid.actor_ranks]
         now, before = time.perf_counter(), self.clock
         self.clock = now
-        row = step_row(step, now - before, headers, reports, accounts)
+        row = step_row(step, now - before, headers, reports, accounts) | {"filtered": self.filtered.pop(step, 0)}
         self.folder.append("metrics.jsonl", [row])
         self.track(row)
         for member, role in [*((report, "learner") for report in reports), *((account, "actor") for account in accounts)]:
             self.folder.trace(member["rank"], role, member["events"])
-        self.folder.append("rollouts.jsonl", self.logged_samples(step, mine, rollouts, reports[0]["train"]["sample_gaps"]))
+        self.folder.append("rollouts.jsonl", self.logged_samples(step, rollouts, reports[0]["train"]["sample_gaps"]))
         for group in groups:
             del self.headers[group]
             self.channel.drop(f"payload/{group}")
         self.note(step_line(row, self.config.steps, self.bounds))
         self.bar.update()
 
-    def logged_samples(self, step: int, mine: list, rollouts: dict[int, list[Rollout]], gaps: list[float]) -> list[dict]:
+    def logged_samples(self, step: int, rollouts: dict[int, list[Rollout]], gaps: list[float]) -> list[dict]:
         """Rows for rollouts.jsonl: the first of rank 0's own samples, as text, with everything known about them."""
-        rows = []
-        for (group, number, advantage, _), gap in list(zip(mine, gaps, strict=True))[:self.config.log.samples_per_step]:
+        rows, mine = [], [entry for batch in self.work[0][0] for entry in batch]
+        for (group, number), gap in list(zip(mine, gaps, strict=True))[:self.config.log.samples_per_step]:
             rollout, header = rollouts[group][number], self.headers[group]
             parts = {name: part[number] for name, part in zip(self.config.reward.functions, header["parts"], strict=True)}
             decode = self.encoder.tokenizer.decode
             rows.append({"step": step, "group": group, "sample": number, "row": header["row"],
                          "prompt": decode(rollout.tokens[:rollout.num_prompt]), "text": decode(rollout.tokens[rollout.num_prompt:]),
-                         "reward": header["rewards"][number], "reward_parts": parts, "advantage": advantage,
+                         "reward": header["rewards"][number], "reward_parts": parts,
+                         "advantage": self.credits[group, number][1],
                          "finish_reason": header["reasons"][number], "versions": rollout.versions, "logprob_gap_max": gap})
         return rows
 
@@ -195,11 +246,13 @@ class Director:
         for tracker in self.trackers:
             tracker.log({name: value for name, value in values.items() if value is not None}, step=self.gate.version)
 
-    def save(self, learner: Learner) -> None:
-        """The trained model as a Hugging Face folder; the other learner ranks walk `full_tensors` meanwhile."""
-        folder = Path(self.config.run_dir) / "model"
+    def save(self, learner: Learner, name: str) -> None:
+        """The weights as a Hugging Face folder RUN/name; the other learner ranks are told to walk `full_tensors` meanwhile."""
+        for other in range(1, self.grid.learners):
+            self.channel.push(f"work/{other}", {"save": name})
+        folder = Path(self.config.run_dir) / name
         save_hf(folder, self.config.model.path, learner.full_tensors())
-        self.note(f"trained model saved to {folder}; metrics, samples and trace in {self.config.run_dir}")
+        self.note(f"version {self.gate.version} saved to {folder}")
 
     def close(self, events: list[tuple[str, float, float]]) -> None:
         """Close the books; `events` are rank 0's spans since the last step."""
@@ -217,6 +270,22 @@ def prompt_message(group: int, prompt: Prompt, min_version: int) -> dict:
             "min_version": min_version}
 
 
+def shaped_rewards(config: Config, header: dict, kl: list[float]) -> list[float | None]:
+    """The rewards that advantages are formed from: as graded, less overlong and KL penalties."""
+    algorithm, cap = config.algorithm, config.rollout.max_new_tokens
+    # A token-level advantage takes each token's KL where it occurs, on the learner.
+    coef = algorithm.kl_coef if algorithm.kl_in == "reward" and algorithm.advantage in ("group", "rloo") else 0.0
+    return [None if reward is None else reward + overlong_penalty(generated, cap, algorithm.overlong_buffer) - coef * divergence
+            for reward, (_, generated), divergence in zip(header["rewards"], header["lengths"], kl, strict=True)]
+
+
+def sequence_advantages(rewards: list[float | None], algorithm: Algorithm) -> list[float]:
+    """One prompt's advantages, where they belong to whole samples; 0 where the learner forms them by token."""
+    if algorithm.advantage == "group":
+        return group_advantages(rewards, algorithm.advantage_std)
+    return leave_one_out(rewards) if algorithm.advantage == "rloo" else [0.0] * len(rewards)
+
+
 def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict], accounts: list[dict]) -> dict:
     """The step's object for metrics.jsonl, from what the actors said of its groups and all ranks of their time."""
     rewards = [reward for header in headers for reward in header["rewards"]]
@@ -224,27 +293,30 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
     generated = [length for header in headers for _, length in header["lengths"]]
     reasons = [reason for header in headers for reason in header["reasons"]]
     parts = [report["train"] for report in reports]
-    tokens = int(sum(part["tokens"] for part in parts))
 
-    def mean(name: str) -> float:
-        return sum(part[name] for part in parts) / max(1, tokens)
+    def mean(name: str, per: str = "tokens") -> float:
+        return sum(part[name] for part in parts) / max(1, sum(part[per] for part in parts))
 
     publish = reports[0]["publish"]
     times = merge_accounts([report["account"] for report in reports], "learner")
     times |= merge_accounts([account["account"] for account in accounts], "actor")
-    computing = sum(times.get(f"t_learner_{kind}", 0.0) for kind in ("forward", "backward", "optimizer"))
+    computing = sum(times.get(f"t_learner_{kind}", 0.0) for kind in ("score", "forward", "backward", "optimizer"))
     engines = {name: sum(account[name] for account in accounts)
                for name in ("decode_bytes", "decode_seconds", "prefix_hits", "preemptions")}
     return {
         "step": step, "version": step + 1, "reward": sum(scored) / len(scored) if scored else None,
         "kl": mean("kl"), "entropy": mean("entropy"), "logprob_gap_max": max(part["gap_max"] for part in parts),
-        "logprob_gap_mean": mean("gap"), "response_len": sum(generated) / len(generated),
+        "logprob_gap_mean": mean("gap", "gap_tokens"), "response_len": sum(generated) / len(generated),
         "truncated": reasons.count("length") / len(reasons),
         "staleness_max": max(step - header["oldest"] for header in headers),
         "unscored": len(rewards) - len(scored),
         "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
-        "lr": parts[0]["lr"], "trained_tokens": tokens,
+        "lr": parts[0]["lr"], "trained_tokens": int(sum(part["trained"] for part in parts)),
+        **{name: mean(name) for name in ("importance", "value", "return") if name in parts[0]},
+        **{name: parts[0][name] for name in ("critic_grad_norm",) if name in parts[0]},
+        **{name: sum(part[name] for part in parts) for name in ("value_loss",) if name in parts[0]},
+        **{f"mem_{kind}_mb": size / 1e6 for kind, size in reports[0]["memory"].items()},
         "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
         "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),

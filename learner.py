@@ -1,50 +1,69 @@
-"""The learner: FSDP2 over packed sequences, one optimizer step at a time.
+"""The learner: FSDP2 over packed sequences; policy, critic, reference and reward model side by side on the same ranks.
 
 Memory of AdamW on fp32 masters with fp32 gradients is 16 bytes a parameter, sharded: 1,129 GB for a 70B, 28 GB a rank on 40 ranks,
-plus two unsharded bf16 layers while they compute. Traffic is 3 x parameters a micro-batch: gather forward, gather backward,
-reduce-scatter.
+plus two unsharded bf16 layers while they compute. A critic of its own doubles that; reference and reward model are 4 bytes a
+parameter each, and can wait in host memory (`learner.parked`). Traffic is 3 x parameters a micro-batch: gather forward, gather
+backward, reduce-scatter.
+
+A step has up to three passes:
+
+    score       without gradients: the reference's logprobs, values, the reward model's scores, the policy's logprobs
+    credit      rewards are known: advantages of every token (GAE, whitening)
+    train_step  forward, backward and optimizer on each minibatch, `epochs` times
 
 What is deliberate here:
-- `reshard_after_forward=True` on the root too. FSDP2's default leaves embedding and head unsharded after a forward: an optimizer
-  step then updates shards that the next forward does not read, and a publication would send old values.
 - The loss is local_sum x world / global_count with weights that rank 0 computed from the whole step, so a step has the same
   gradient for every split into ranks and micro-batches. Every rank runs the same number of micro-batches; an empty one still
   takes part in the collectives.
 - Sequences are packed end to end, never padded; masks come from lengths, never from token values.
+- Whatever does not change during a step is computed once, before it: a frozen model never sits beside the activations.
 """
 
-import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import losses
-from checkpoint import WeightFolder, check_names
 from config import Config
 from config import Learner as Settings
 from kernels.attention import PackedAttention
 from kernels.logprob import Head
 from kernels.packed_attention import packed_attention
 from ledger import Ledger
-from model import Transformer, init_tensor
+from losses import Tokens, gae, kl, objective, value_loss, whitening
 from shape import Shape
-from transfer import shard_rows
+from sharding import build_policy, build_scorer, park
+
+HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
-    """One sequence to train on. `weight` multiplies each response token's loss; 0 masks the sample."""
+    """One sequence to train on. `weight` multiplies each response token's loss; 0 masks the sample.
+
+    The tensors have an entry a response token: `advantages`, and what `score` and `credit` found out, None where not needed.
+    """
     tokens: list[int]
     num_prompt: int
-    old_logprobs: list[float]  # of the response tokens, as the engine recorded them
-    advantage: float
-    weight: float
+    logprobs: list[float]  # of the response tokens, as the engine recorded them
+    advantage: float = 0.0  # the sequence's, where the algorithm has one
+    weight: float = 0.0
+    reward: float = 0.0
+    old: Tensor | None = None  # the policy's logprobs before the update
+    ref: Tensor | None = None  # the reference's
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def response(self) -> int:
+        return len(self.tokens) - self.num_prompt
 
 
 class PackedOnGpu:
@@ -70,162 +89,328 @@ def learning_rate(step: int, settings: Settings, steps: int) -> float:
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> indices of sequences, ascending. Equal counts on all ranks (some may be empty), balanced by tokens.
-
-    Longest first onto the emptiest bin; as few micro-batches as keep each under `max_tokens`, a longer sequence being alone.
-    """
-    count = max(1, -(-sum(lengths) // (ranks * max_tokens)))
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(ranks * count)]
-        filled = [(0, number) for number in range(ranks * count)]
-        for index in order:
-            tokens, number = heapq.heappop(filled)
-            bins[number].append(index)
-            heapq.heappush(filled, (tokens + lengths[index], number))
-        if all(tokens <= max_tokens or len(bins[number]) == 1 for tokens, number in filled):
-            return [[sorted(bins[rank + ranks * batch]) for batch in range(count)] for rank in range(ranks)]
-        count += max(1, count // 32)
-
-
-def build_model(config: Config, shape: Shape, vocab: int, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """A sharded model in fp32 masters: built on meta, each rank reads or draws only its own rows. Raises ConfigError."""
-    with torch.device("meta"):
-        model = Transformer(shape, vocab)
-    bf16 = config.model.dtype == "bfloat16"
-    # Inputs stay as they are: casting them would round the fp32 RoPE tables.
-    policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    for layer in model.model.layers:
-        layer.recompute = config.learner.activation_checkpointing == "full"
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    model.to_empty(device=device)
-    model.tie()
-    parameters = dict(model.named_parameters())
-    folder = WeightFolder(config.model.path) if config.model.init == "load" else None
-    if folder:
-        check_names(folder, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, shape.tied)
-    shard, shards = mesh.get_local_rank("shard"), mesh.size(mesh.mesh_dim_names.index("shard"))
-    for name, parameter in parameters.items():
-        first, last = shard_rows(parameter.shape[0], shards, shard)
-        local = parameter.to_local()
-        assert local.shape[0] == last - first, f"{name}: FSDP2 cut it at other rows than the transfer plan assumes"
-        rows = folder.rows(name, first, last) if folder else init_tensor(name, parameter.shape, shape, config.seed)[first:last]
-        with torch.no_grad():
-            local.copy_(rows)
-    if folder:
-        folder.close()
-    return model
-
-
 class Learner:
-    """Policy, optional frozen reference, and optimizer of one rank."""
+    """The models of one rank and their optimizers."""
 
     def __init__(self, config: Config, shape: Shape, vocab: int, mesh: DeviceMesh, device: torch.device):
-        self.config, self.shape, self.device = config, shape, device
-        self.ranks = mesh.size()
-        self.model = build_model(config, shape, vocab, mesh, device)
-        self.reference = None
-        if config.algorithm.kl_coef:
-            self.reference = build_model(config, shape, vocab, mesh, device).requires_grad_(False)
-        settings = config.learner
-        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
+        self.config, self.shape, self.mesh, self.device = config, shape, mesh, device
+        self.algorithm, self.ranks, place = config.algorithm, mesh.size(), (mesh, device)
+        gae_critic = self.algorithm.advantage == "gae" and not config.offline
+        self.shared = gae_critic and config.critic.trunk == "shared"
+        if self.algorithm.loss == "bradley_terry":
+            self.model = build_scorer(config, "", "model.path", place)
+        else:
+            self.model = build_policy(config, shape, vocab, place, self.shared)
+        self.critic = self.reference = self.reward_model = None
+        if gae_critic and not self.shared:
+            self.critic = build_scorer(config, config.critic.path, "critic.path", place)
+        if self.algorithm.kl_coef:
+            self.reference = build_policy(config, shape, vocab, place).requires_grad_(False)
+        if config.reward_model.path:
+            self.reward_model = build_scorer(config, config.reward_model.path, "reward_model.path", place).requires_grad_(False)
+        for name in config.learner.parked:
+            self._park(name, HOST)
+        self.head = Head(config.rollout.temperature, vocab, config.learner.logprob_chunk)
+        self.trained = [(self.model, self._optimizer(self.model), config.learner.lr)]
+        if self.critic:
+            self.trained.append((self.critic, self._optimizer(self.critic), config.critic.lr))
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        settings = self.config.learner
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        return torch.optim.AdamW(
             [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, foreach=True)
-        self.policy_loss = getattr(losses, config.algorithm.name)
 
-    def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every fp32 master parameter, as plain tensors: what is published and saved."""
-        return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters()}
+    def _park(self, name: str, device: torch.device) -> None:
+        model = getattr(self, name)
+        if model is not None and name in self.config.learner.parked:
+            park(model, device)
 
-    def full_tensors(self):
-        """(name, whole parameter in the compute type), one at a time; every learner rank must walk it."""
-        dtype = getattr(torch, self.config.model.dtype)
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().full_tensor().to(dtype)
+    # --- before the update
+
+    def score(self, micro_batches: list[list[Sample]], ledger: Ledger) -> list[dict[str, float]]:
+        """Fill in `ref`, `values`, `old` of all samples, as far as the algorithm needs them. A collective of all learner ranks.
+
+        Returns for each sample, in order, `kl` (summed over its response, 0 without a reference) and `score` (the reward model's,
+        read at the last token by length; absent without one).
+        """
+        several = self.config.learner.epochs * self.config.learner.minibatches > 1
+        found: list[dict[str, float]] = [{} for samples in micro_batches for _ in samples]
+        with ledger.span("score"), torch.no_grad():
+            if self.reference:
+                self._visit("reference", micro_batches, lambda part: self.reference(*part[:4], self.head)[0], "ref")
+            if self.critic:
+                self._visit("critic", micro_batches, lambda part: self.critic(*part[:3]), "values")
+            if self.shared or (several and self.algorithm.old_logprobs == "learner"):
+                self._look_ahead(micro_batches)
+            samples = [sample for samples in micro_batches for sample in samples]
+            if self.reward_model:
+                self._park("reward_model", self.device)
+                scores = [self.reward_model(*self._pack(part, last=True)[:3]) for part in micro_batches]
+                self._park("reward_model", HOST)
+                for entry, value in zip(found, torch.cat(scores).tolist(), strict=True):
+                    entry["score"] = value
+            for entry, sample in zip(found, samples, strict=True):
+                entry["kl"] = 0.0 if self.config.offline else self._kl(sample).sum().item()
+        return found
+
+    def _visit(self, name: str, micro_batches: list[list[Sample]], compute, field: str) -> None:
+        self._park(name, self.device)
+        for samples in micro_batches:
+            values_R = compute(self._pack(samples))
+            for sample, part in zip(samples, values_R.split([sample.response for sample in samples]), strict=True):
+                setattr(sample, field, part)
+        self._park(name, HOST)
+
+    def _look_ahead(self, micro_batches: list[list[Sample]]) -> None:
+        """The policy's own logprobs, and a shared critic's values, before the update."""
+        for samples in micro_batches:
+            ids, attend, rows, targets = self._pack(samples)
+            if self.shared:
+                logps_R, _, values_R = self.model.with_values(ids, attend, rows, targets, self.head)
+            else:
+                logps_R, values_R = self.model(ids, attend, rows, targets, self.head)[0], None
+            counts = [sample.response for sample in samples]
+            for sample, part in zip(samples, logps_R.split(counts), strict=True):
+                sample.old = part
+            if self.shared:
+                for sample, part in zip(samples, values_R.split(counts), strict=True):
+                    sample.values = part
+
+    def _kl(self, sample: Sample) -> Tensor:
+        """Per token, of the policy that sampled it to the reference; zeros without a reference."""
+        logps_R = torch.tensor(sample.logprobs, device=self.device)
+        return torch.zeros_like(logps_R) if sample.ref is None else kl(logps_R, sample.ref, self.algorithm.kl_estimator)
+
+    def credit(self, samples: list[Sample]) -> None:
+        """Fill in `advantages` and `returns` from each sample's `reward` or `advantage`. A collective of all learner ranks."""
+        algorithm = self.algorithm
+        if algorithm.advantage in ("returns", "gae") and samples:
+            longest = max(sample.response for sample in samples)
+            rewards_NT = torch.zeros(len(samples), longest)
+            values_NT, mask_NT = torch.zeros_like(rewards_NT), torch.zeros_like(rewards_NT)
+            for row, sample in enumerate(samples):
+                end = sample.response
+                mask_NT[row, :end] = 1
+                if algorithm.kl_in == "reward":
+                    rewards_NT[row, :end] = -algorithm.kl_coef * self._kl(sample).cpu()
+                rewards_NT[row, end - 1] += sample.reward
+                if sample.values is not None:
+                    values_NT[row, :end] = sample.values.cpu()
+            decay = algorithm.gae_lambda if algorithm.advantage == "gae" else 1.0
+            advantages_NT, returns_NT = gae(rewards_NT, values_NT, mask_NT, algorithm.gamma, decay)
+            for row, sample in enumerate(samples):
+                sample.advantages, sample.returns = advantages_NT[row, :sample.response], returns_NT[row, :sample.response]
+        else:
+            for sample in samples:
+                sample.advantages = torch.full((sample.response,), sample.advantage)
+        if algorithm.advantage_whiten:
+            counted = torch.cat([sample.advantages for sample in samples if sample.weight > 0] or [torch.zeros(0)]).double()
+            sums = torch.tensor([counted.numel(), counted.sum(), counted.square().sum()], dtype=torch.float64)
+            shift, scale = whitening(*self.sum_over_ranks(sums).tolist())
+            for sample in samples:
+                sample.advantages = (sample.advantages - shift) * scale
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of every learner rank's tensor."""
+        values = values.to(self.device)
+        for axis in self.mesh.mesh_dim_names:
+            dist.all_reduce(values, group=self.mesh.get_group(axis))
+        return values
+
+    # --- the update
 
     def train_step(self, micro_batches: list[list[Sample]], step: int, ledger: Ledger) -> dict:
-        """Forward, backward and one optimizer step. All learner ranks call it with equally many micro-batches.
+        """Forward, backward and one update of each trained model. All learner ranks call it with equally many micro-batches.
 
-        Returns this rank's sums over trained response tokens (`loss tokens entropy kl clipped gap`), `gap_max`, model `flops`, the
-        global `grad_norm`, `lr`, and `sample_gaps`: the largest |logprob - engine's| of each sample, in order.
+        Returns this rank's sums over trained response tokens (`loss tokens entropy kl clipped gap ...`), `gap_max`, model `flops`,
+        the global `grad_norm`, `lr`, and `sample_gaps`: the largest |logprob - engine's| of each sample, in order.
         """
-        sums = dict.fromkeys(("loss", "tokens", "entropy", "kl", "clipped", "gap", "gap_max", "flops"), 0.0) | {"sample_gaps": []}
-        for samples in micro_batches:
+        sums = Counter(loss=0.0, tokens=0, gap_max=0.0, flops=0.0)
+        gaps: list[float] = []
+        for number, samples in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            for model, _, _ in self.trained:
+                model.set_requires_all_reduce(last)  # between HSDP's replicas, once a step
+                model.set_requires_gradient_sync(last or self.config.learner.reduce == "micro_batch")
             with ledger.span("forward"):
-                loss = self._forward(samples, sums)
+                loss = self._forward(samples, sums, gaps)
             with ledger.span("backward"):
                 loss.backward()
+            if self.critic:
+                with ledger.span("forward"):
+                    loss = self._value_loss(self.critic(*self._pack(samples)[:3]), samples, sums)
+                    sums["flops"] += 3 * self._flops(self.critic.shape, samples, head=False)
+                with ledger.span("backward"):
+                    loss.backward()
+        norms = {}
         with ledger.span("optimizer"):
-            # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.learner.max_grad_norm, foreach=True)
-            norm = float(norm.full_tensor())
-            if not math.isfinite(norm):  # the same number on every learner rank, so all stop
-                raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
-            lr = learning_rate(step, self.config.learner, self.config.steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            sums |= {"grad_norm": norm, "lr": lr}
-        return sums
+            for (model, optimizer, peak), name in zip(self.trained, ("grad_norm", "critic_grad_norm"), strict=False):
+                norms[name] = self._update(model, optimizer, peak, step)
+        return sums | norms | {"lr": self.trained[0][1].param_groups[0]["lr"], "sample_gaps": gaps}
 
-    def _forward(self, samples: list[Sample], sums: dict) -> Tensor:
-        """The micro-batch's loss, already weighted and scaled for FSDP's mean over ranks; adds to `sums`."""
-        ids, attend, rows_R, targets_R = self._pack(samples)
-        head = Head(self.config.rollout.temperature, self.model.vocab, self.config.learner.logprob_chunk)
-        logps_R, entropies_R = self.model(ids, attend, rows_R, targets_R, head)
-        ref_logps_R = None
-        if self.reference is not None:
-            with torch.no_grad():
-                ref_logps_R, _ = self.reference(ids, attend, rows_R, targets_R, head)
-        counts = [len(sample.old_logprobs) for sample in samples]
+    def measure(self, micro_batches: list[list[Sample]]) -> dict:
+        """The sums of `train_step` without an update: the loss on held-out pairs."""
+        sums: Counter = Counter()
+        with torch.no_grad():
+            for samples in micro_batches:
+                self._forward(samples, sums, [])
+        return dict(sums)
 
-        def per_token(values: list[float]) -> Tensor:
-            repeated = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-            return torch.tensor(repeated, device=self.device)
+    def train(self, minibatches: list[list[list[Sample]]], step: int, ledger: Ledger) -> dict:
+        """All of a step's updates. Sums run over them; gaps to the engine are the first update's, before the policy moved."""
+        updates = [self.train_step(batches, step, ledger) for _ in range(self.config.learner.epochs) for batches in minibatches]
+        first, sums = updates[0], dict(updates[-1])
+        for name in first.keys() - {"grad_norm", "critic_grad_norm", "lr", "sample_gaps", "gap", "gap_max"}:
+            sums[name] = sum(update[name] for update in updates)
+        tokens = sum(update["tokens"] for update in updates) // self.config.learner.epochs
+        return sums | {name: first.get(name, 0.0) for name in ("sample_gaps", "gap", "gap_max")} | {
+            "gap_tokens": first["tokens"], "trained": tokens}
 
-        old_logps_R = torch.tensor([logprob for sample in samples for logprob in sample.old_logprobs], device=self.device)
-        weights_R = per_token([sample.weight for sample in samples])
-        tokens = losses.Tokens(logps_R, old_logps_R, per_token([sample.advantage for sample in samples]), entropies_R, ref_logps_R)
-        loss_R, statistics = self.policy_loss(tokens, self.config.algorithm)
+    def _update(self, model: nn.Module, optimizer: torch.optim.Optimizer, peak: float, step: int) -> float:
+        """Clip, step, and forget the gradients. Returns the norm; raises FloatingPointError if it is not finite."""
+        # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.learner.max_grad_norm, foreach=True)
+        norm = float(norm.full_tensor())
+        if not math.isfinite(norm):  # the same number on every learner rank, so all stop
+            raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config.learner, self.config.steps) * peak / self.config.learner.lr
+        if model is not self.model or step >= self.config.critic.warmup_steps:
+            optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def _forward(self, samples: list[Sample], sums: Counter, gaps: list[float]) -> Tensor:
+        """The micro-batch's loss, already weighted and scaled for FSDP's mean over ranks; adds to `sums` and `gaps`."""
+        if self.algorithm.loss == "bradley_terry":
+            return self._forward_scores(samples, sums)
+        packed = self._pack(samples)
+        if self.shared:
+            logps_R, entropies_R, values_R = self.model.with_values(*packed, self.head)
+        else:
+            logps_R, entropies_R = self.model(*packed, self.head)
+        tokens = self._tokens(samples, logps_R, entropies_R)
+        loss_R, statistics = objective(tokens, self.algorithm)
+        if not self.config.offline:
+            gaps_R = (logps_R.detach() - tokens.rollout_logps_R).abs()
+            gaps += [part.max().item() for part in gaps_R.split(tokens.lengths)] if samples else []
+            statistics |= {"gap": gaps_R, "entropy": entropies_R.detach()}
+        loss = self._weigh(loss_R, samples, sums, statistics)
+        if self.shared:
+            loss = loss + self.config.critic.loss_coef * self._value_loss(values_R, samples, sums)
+        sums["flops"] += 3 * self._flops(self.shape, samples, head=True)
+        return loss
+
+    def _forward_scores(self, samples: list[Sample], sums: Counter) -> Tensor:
+        """Bradley-Terry's loss of the micro-batch's pairs: each sequence has one score, read at its last token."""
+        scores_N = self.model(*self._pack(samples, last=True)[:3])
+        nothing_N = torch.zeros_like(scores_N)
+        tokens = Tokens(scores_N, nothing_N, nothing_N, nothing_N, [1] * len(samples))
+        loss_N, statistics = objective(tokens, self.algorithm)
+        sums["flops"] += 3 * self._flops(self.shape, samples, head=False)
+        return self._weigh(loss_N, samples, sums, statistics, [1] * len(samples))
+
+    def _tokens(self, samples: list[Sample], logps_R: Tensor, entropies_R: Tensor) -> Tokens:
+        lengths = [sample.response for sample in samples]
+
+        def joined(field: str) -> Tensor | None:
+            parts = [getattr(sample, field) for sample in samples]
+            return None if not parts or parts[0] is None else torch.cat(parts).to(self.device)
+
+        rollout_R = torch.tensor([logprob for sample in samples for logprob in sample.logprobs], device=self.device)
+        old_R = rollout_R
+        if self.algorithm.old_logprobs == "learner":
+            old_R = joined("old")
+            old_R = logps_R.detach() if old_R is None else old_R
+        advantages_R, ref_R = joined("advantages"), joined("ref")
+        if not samples:
+            advantages_R, ref_R = torch.zeros_like(logps_R), torch.zeros_like(logps_R) if self.reference else None
+        return Tokens(logps_R, old_R, advantages_R, entropies_R, lengths, rollout_R, ref_R)
+
+    def _weigh(self, loss_R: Tensor, samples: list[Sample], sums: Counter, statistics: dict[str, Tensor],
+               counts: list[int] | None = None) -> Tensor:
+        weights_R = self._weights(samples, counts)
         trained_R = weights_R > 0
         # Masked samples are cut out rather than multiplied by 0: 0 x inf would be NaN.
         loss = torch.where(trained_R, loss_R * weights_R, 0.0).sum()
-        gaps_R = (logps_R.detach() - old_logps_R).abs()
-        sums["sample_gaps"] += [part.max().item() for part in gaps_R.split(counts)] if counts else []
-        for name, value_R in {"entropy": entropies_R.detach(), "gap": gaps_R, **statistics}.items():
+        for name, value_R in statistics.items():
             sums[name] += value_R[trained_R].double().sum().item()
+        if "gap" in statistics and trained_R.any():
+            sums["gap_max"] = max(sums["gap_max"], statistics["gap"][trained_R].max().item())
         sums["tokens"] += int(trained_R.sum())
-        sums["gap_max"] = max(sums["gap_max"], gaps_R[trained_R].max().item() if trained_R.any() else 0.0)
         sums["loss"] += loss.item()
-        sums["flops"] += self._flops(samples)
         return loss * self.ranks
 
-    def _pack(self, samples: list[Sample]) -> tuple[Tensor, PackedAttention | PackedOnGpu, Tensor, Tensor]:
-        """Ids of all sequences end to end, their attention, the rows that predict response tokens, and those tokens."""
+    def _weights(self, samples: list[Sample], counts: list[int] | None = None) -> Tensor:
+        counts = counts or [sample.response for sample in samples]
+        weights_N = torch.tensor([sample.weight for sample in samples], device=self.device)
+        return weights_N.repeat_interleave(torch.tensor(counts, dtype=torch.long, device=self.device))
+
+    def _value_loss(self, values_R: Tensor, samples: list[Sample], sums: Counter) -> Tensor:
+        weights_R = self._weights(samples)
+        if samples:
+            old_R, returns_R = (torch.cat([getattr(sample, field) for sample in samples]).to(self.device)
+                                for field in ("values", "returns"))
+        else:
+            old_R = returns_R = torch.zeros_like(values_R)
+        loss_R = value_loss(values_R, old_R, returns_R, self.config.critic.value_clip)
+        sums["value"] += values_R.detach()[weights_R > 0].double().sum().item()
+        sums["return"] += returns_R[weights_R > 0].double().sum().item()
+        loss = torch.where(weights_R > 0, loss_R * weights_R, 0.0).sum()
+        sums["value_loss"] += loss.item()
+        return loss * self.ranks
+
+    def _pack(self, samples: list[Sample], last: bool = False) -> tuple[Tensor, PackedAttention | PackedOnGpu, Tensor, Tensor]:
+        """Ids of all sequences end to end, their attention, the rows that predict response tokens, and those tokens.
+
+        With `last`, the rows are each sequence's last token instead, where a scorer's number is read.
+        """
         lengths = [len(sample.tokens) for sample in samples] or [1]  # an empty micro-batch is one token that nothing is read from
         ids = [token for sample in samples for token in sample.tokens] or [0]
         rows, targets, start = [], [], 0
         for sample in samples:
-            rows += range(start + sample.num_prompt - 1, start + len(sample.tokens) - 1)
+            end = start + len(sample.tokens)
+            rows += [end - 1] if last else range(start + sample.num_prompt - 1, end - 1)
             targets += sample.tokens[sample.num_prompt:]
-            start += len(sample.tokens)
+            start = end
         as_tensor = {"dtype": torch.long, "device": self.device}
         on_gpu = self.device.type == "cuda"
         attend = PackedOnGpu(lengths, self.device) if on_gpu else PackedAttention(lengths, self.config.exact, self.device)
         return torch.tensor(ids, **as_tensor), attend, torch.tensor(rows, **as_tensor), torch.tensor(targets, **as_tensor)
 
-    def _flops(self, samples: list[Sample]) -> float:
-        """Model FLOPs of the update: 3 forwards (and one of the reference), causal half of attention, head on response rows."""
+    def _flops(self, shape: Shape, samples: list[Sample], head: bool) -> float:
+        """Model FLOPs of one forward: causal half of attention, the head on response rows only."""
         lengths = [len(sample.tokens) for sample in samples]
-        without_head = sum(sample.num_prompt for sample in samples)
-        forward = self.shape.forward_flops(sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
-        forward -= 2 * self.shape.vocab * self.shape.hidden * without_head
-        return forward * (4 if self.reference is not None else 3)
+        without_head = sum(sample.num_prompt for sample in samples) if head else sum(lengths)
+        forward = shape.forward_flops(sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
+        return forward - 2 * shape.vocab * shape.hidden * without_head
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's rows of every fp32 master that an engine holds: what is published."""
+        return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters() if name != "score.weight"}
+
+    def full_tensors(self):
+        """(name, whole parameter in the compute type) of the policy, one at a time; every learner rank must walk it."""
+        dtype = getattr(torch, self.config.model.dtype)
+        for name, parameter in self.model.named_parameters():
+            if name != "score.weight" or self.algorithm.loss == "bradley_terry":
+                yield name, parameter.detach().full_tensor().to(dtype)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank keeps between steps, by kind: its shards of every model, and the moments."""
+        def size(tensors) -> int:
+            local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+            return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+        kinds = {"parameters": self.model, "critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
+        found = {kind: size(model.parameters()) for kind, model in kinds.items() if model is not None}
+        found["gradients"] = sum(size(model.parameters()) for model, _, _ in self.trained)
+        found["moments"] = sum(size(value for value in state.values() if torch.is_tensor(value))
+                               for _, optimizer, _ in self.trained for state in optimizer.state.values())
+        return found
 
 
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device) -> float:

@@ -17,7 +17,7 @@ from typing import TextIO
 
 # `exchange`: an actor's messages, prompts taken in, finished groups sent; a learner's fetching of payloads is `wait_rollouts`.
 # `evaluate` and `report` are rank 0's: waiting for an evaluation (decode and prefill on actors), and writing metrics.
-KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "forward", "backward", "optimizer", "publish",
+KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "score", "forward", "backward", "optimizer", "publish",
          "checkpoint", "evaluate", "report")
 MERGE_GAP_S = 1e-3
 
@@ -58,6 +58,10 @@ class Ledger:
                 self._events[-1] = (kind, began, start + duration - began)
                 return
         self._events.append((kind, start, duration))
+
+    def skip(self, seconds: float) -> None:
+        """Leave out time that is no part of a step."""
+        self._since += seconds
 
     def beside(self, kind: str, seconds: float) -> None:
         """Count work that overlapped the main timeline."""

@@ -210,7 +210,8 @@ def margins(tokens: Tokens) -> Tensor:
 
 def at_pairs(tokens: Tokens, pair_loss: Tensor, margin: Tensor) -> Loss:
     """Each pair's loss at the chosen sequence's first token, 0 elsewhere; statistics so that their token sums count pairs."""
-    starts = torch.tensor([0, *tokens.lengths[:-1]], device=pair_loss.device).cumsum(0)[0::2]
+    starts = torch.tensor([0, *tokens.lengths], device=pair_loss.device).cumsum(0)[:-1:2]
+
     def place(values: Tensor) -> Tensor:
         return torch.zeros_like(tokens.logps_R).index_add(0, starts, values)
 
@@ -267,7 +268,7 @@ def objective(tokens: Tokens, algorithm: Algorithm) -> Loss:
 
 
 def value_loss(values_R: Tensor, old_values_R: Tensor, returns_R: Tensor, limit: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old +- limit) - R)^2) / 2 of each token; limit 0 does not clip. Source: arXiv 2005.12729, sec. 3."""
+    """max((V - R)^2, (clip(V, V_old +- limit) - R)^2) / 2 of each token; limit 0 does not clip. Source: arXiv 2005.12729."""
     loss_R = (values_R - returns_R).square()
     if limit:
         near_R = old_values_R + (values_R - old_values_R).clamp(-limit, limit)

@@ -13,11 +13,12 @@ T packed tokens, E hidden, F ffn, H query heads, K KV heads, D head dim, V vocab
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kernels import ROW_PAD
 from kernels.logprob import Head, chosen_logprobs
@@ -104,8 +105,12 @@ class MLP(nn.Module):
         return self.down_proj(silu_mul(*self.gate_up(x_TE)))
 
 
+KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 class Layer(nn.Module):
-    """One block, and one FSDP unit. `recompute` drops its activations and computes them again in backward.
+    """One block, and one FSDP unit. `recompute` drops its activations and computes them again in backward: `full` all of them,
+    `selective` all but the results of matrix products, which are most of the time and a third of the memory.
 
     It takes and gives (output of the last branch, residual stream before it): the sum is made inside the next norm.
     """
@@ -116,12 +121,13 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mlp = MLP(shape)
-        self.recompute = False
+        self.recompute = "none"
 
     def forward(self, x_TE: Tensor, residual_TE: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute != "none" and torch.is_grad_enabled():
             # Inside the module, so that FSDP gathers the weights once around both computations.
-            return checkpoint(self._forward, x_TE, residual_TE, rotary, attend, use_reentrant=False)
+            chosen = {"context_fn": KEEP_PRODUCTS} if self.recompute == "selective" else {}
+            return checkpoint(self._forward, x_TE, residual_TE, rotary, attend, use_reentrant=False, **chosen)
         return self._forward(x_TE, residual_TE, rotary, attend)
 
     def _forward(self, x_TE: Tensor, residual_TE: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -149,14 +155,18 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model with its head. `vocab` is the tokenizer's size: rows of the head beyond it are never sampled or counted."""
+    """The model with its head. `vocab` is the tokenizer's size: rows of the head beyond it are never sampled or counted.
 
-    def __init__(self, shape: Shape, vocab: int):
+    `value_head` adds a critic that shares the trunk: one number a token, as in `Scorer`.
+    """
+
+    def __init__(self, shape: Shape, vocab: int, value_head: bool = False):
         super().__init__()
         assert vocab <= shape.vocab, f"tokenizer has {vocab} ids, the model only {shape.vocab}"
         self.shape, self.vocab = shape, vocab
         self.model = Decoder(shape)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.score = nn.Linear(shape.hidden, 1, bias=False) if value_head else None
         self.tie()
 
     def tie(self) -> None:
@@ -169,6 +179,12 @@ class Transformer(nn.Module):
         hidden_TE = self.model(ids_T, attend.positions, attend)
         return chosen_logprobs(hidden_TE[rows_R], self.lm_head.weight, targets_R, head)
 
+    def with_values(self, ids_T: Tensor, attend: Attend, rows_R: Tensor, targets_R: Tensor,
+                    head: Head) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` and the value head's number at the same rows, fp32 [R] each."""
+        hidden_RE = self.model(ids_T, attend.positions, attend)[rows_R]
+        return *chosen_logprobs(hidden_RE, self.lm_head.weight, targets_R, head), one_number(hidden_RE, self.score)
+
     def next_logits(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_R: Tensor) -> Tensor:
         """fp32 [R, V] logits of what follows the rows `rows_R`, -inf beyond the tokenizer: the engine's one call."""
         hidden_RE = self.model(ids_T, positions_T, attend)[rows_R]
@@ -178,11 +194,30 @@ class Transformer(nn.Module):
         return logits_RV
 
 
+def one_number(hidden_RE: Tensor, score: nn.Linear) -> Tensor:
+    """fp32 [R], row by row: a matrix product's bits would depend on how many rows there are."""
+    return (hidden_RE.float() * score.weight.float()).sum(-1)
+
+
+class Scorer(nn.Module):
+    """A decoder with one number a token in place of a head: critic and reward model, Hugging Face's sequence classification."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.score = nn.Linear(shape.hidden, 1, bias=False)
+
+    def forward(self, ids_T: Tensor, attend: Attend, rows_R: Tensor) -> Tensor:
+        """The number at the packed rows `rows_R`, fp32 [R]."""
+        return one_number(self.model(ids_T, attend.positions, attend)[rows_R], self.score)
+
+
 def init_tensor(name: str, size: torch.Size, shape: Shape, seed: int) -> Tensor:
     """Initial fp32 value of one whole parameter, a function of its name and the seed alone; a rank draws it and keeps its rows."""
     if name.endswith("norm.weight"):
         return torch.ones(size)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "score.weight")):  # a fresh critic expects nothing
         return torch.zeros(size)
     # torch's CPU generator reads the low 32 bits of a seed only: both must be hashed into them.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))

@@ -70,7 +70,9 @@ def load_function(spec: str) -> Callable:
 
 
 def total(parts: list[float | None], weights: tuple[float, ...]) -> float | None:
-    """Weighted sum of the parts that gave a reward; None if none did."""
+    """Weighted sum of the parts that gave a reward; None if none did, 0 where no function grades (a reward model does)."""
+    if not parts:
+        return 0.0
     given = [weight * part for weight, part in zip(weights or (1.0,) * len(parts), parts, strict=True) if part is not None]
     return math.fsum(given) if given else None
 

@@ -335,6 +335,10 @@ class ReleaseGate:
         assert step in self.due(), f"group {group} released into step {step}, which is full"
         self._running[group] = step
 
+    def step_of(self, group: int) -> int:
+        """The step that a released group belongs to. Raises KeyError if it is not out."""
+        return self._running[group]
+
     def arrive(self, group: int, outcome: str) -> int:
         """A finished group comes back as `trained`, `unscored` or `filtered`; returns its step. Raises KeyError if not out."""
         step = self._running.pop(group)

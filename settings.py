@@ -100,8 +100,8 @@ def check(config: Config) -> None:
                         f"{len(config.reward.functions)} `reward.functions`; give one weight each, or none")
     if not all(config.rollout.stop):
         problems.append("`rollout.stop` holds an empty string, which would end every response at once; remove it")
-    if not config.reward.functions:
-        problems.append("`reward.functions` is empty: name at least one `file.py:function`")
+    if not (config.reward.functions or config.reward_model.path or config.offline):
+        problems.append("`reward.functions` is empty: name at least one `file.py:function`, or a `reward_model.path`")
     if config.eval.every and not config.data.eval_path:
         problems.append(f"`eval.every` = {config.eval.every} needs `data.eval_path`")
     if config.exact and config.model.dtype != "float32":
@@ -142,9 +142,14 @@ def check_algorithm(config: Config) -> list[str]:
                         "and critic out of `learner.parked`")
     if shared and algorithm.advantage != "gae":
         problems.append(f"`critic.trunk` = shared has no effect with `algorithm.advantage` = {algorithm.advantage}; remove it")
-    if config.offline and (algorithm.entropy_coef or config.reward_model.path or config.eval.keep_best):
-        problems.append(f"`algorithm.loss` = {algorithm.loss} trains on pairs, without rollouts: `algorithm.entropy_coef`, "
-                        "`reward_model.path` and `eval.keep_best` have no effect; remove them")
+    if config.offline and (algorithm.entropy_coef or config.reward_model.path):
+        problems.append(f"`algorithm.loss` = {algorithm.loss} trains on pairs, without rollouts: `algorithm.entropy_coef` and "
+                        "`reward_model.path` have no effect; remove them")
+    if config.eval.keep_best and not config.eval.every:
+        problems.append("`eval.keep_best` needs `eval.every`: the best is chosen by evaluation")
+    if config.learner.minibatches > config.rollout.prompts_per_step:
+        problems.append(f"`learner.minibatches` = {config.learner.minibatches} exceeds `rollout.prompts_per_step` = "
+                        f"{config.rollout.prompts_per_step}: an update would have no group; lower it")
     return problems
 
 

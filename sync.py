@@ -45,7 +45,7 @@ class Grid:
 
     @classmethod
     def of(cls, config: Config) -> "Grid":
-        return cls(config.learner.replicas, config.learner.shards, config.actor.replicas, config.actor.tp)
+        return cls(config.learner.replicas, config.learner.shards, 0 if config.offline else config.actor.replicas, config.actor.tp)
 
     @property
     def learners(self) -> int:
@@ -156,14 +156,14 @@ class Groups:
     lanes: dist.ProcessGroup | None  # the ranks of this actor's engine, if it has several
 
 
-def make_groups(grid: Grid, plan: TransferPlan, device: str, timeout_s: float) -> Groups:
-    """Every rank calls this once, with an equal plan: groups must be made by all ranks in one order."""
+def make_groups(grid: Grid, plan: TransferPlan | None, device: str, timeout_s: float) -> Groups:
+    """Every rank calls this once, with an equal plan (None without actors): groups must be made by all ranks in one order."""
     limit = timedelta(seconds=timeout_s)  # DeviceMesh would give its own groups torch's 30 minutes
     ranks = torch.arange(grid.learners).view(grid.replicas, grid.shards)
     shard_groups = [dist.new_group(row.tolist(), timeout=limit) for row in ranks]
     replicate_groups = [dist.new_group(column.tolist(), timeout=limit) for column in ranks.T] if grid.replicas > 1 else []
     streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
-                                   timeout=limit) for stream in plan.streams)
+                                   timeout=limit) for stream in (plan.streams if plan else ()))
     engines = [dist.new_group(list(range(leader, leader + grid.tp)), timeout=limit) for leader in grid.leaders if grid.tp > 1]
     replica, shard = divmod(dist.get_rank(), grid.shards)
     if replica >= grid.replicas:

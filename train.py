@@ -12,14 +12,10 @@ step s trains. The loop is the same.
     learner                                         fetch payloads, forward, backward, optimizer    send, verify
 """
 
-import contextlib
-import dataclasses
-import importlib.util
 import json
 import os
 import sys
 import time
-from datetime import timedelta
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the side that waits must not spin on the other's cores; read at import
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but some 20 us, in which the next parallel loop comes: a fifth of a decode step
@@ -28,18 +24,18 @@ import torch
 import torch.distributed as dist
 
 from actor import Engine
-from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError
-from data import Detokenizer, Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
+from data import Detokenizer, Encoder, Rollout, pack_group, unpack_group
 from director import Director
+from launch import join, load_prompts, prepare
 from learner import Learner, Sample
 from ledger import Ledger
 from model import parameter_shapes
-from parallel import Lane, check_lanes
+from parallel import Lane
+from preference import train_pairs
 from reward import Grader, total
 from scheduler import Request
 from settings import help_text, parse
-from shape import check_exact, check_positions, read_shape
 from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
 
 
@@ -149,115 +145,84 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
         director.started(first)
     ledger.account()
     for step in range(config.steps):
-        if director and director.evaluates:
-            with ledger.span("evaluate"):
-                director.evaluate()
+        if director:
+            judge(config, learner, director, ledger)
         with ledger.span("wait_rollouts"):
             if director:
-                director.gather()
-            batches = channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)["micro_batches"]
+                director.assign()
+            work = next_work(learner, channel, rank, patience)
             rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
-                        for group in sorted({entry[0] for batch in batches for entry in batch})}
-        report = {"rank": rank, "train": learner.train_step(
-            [[make_sample(rollouts, entry) for entry in batch] for batch in batches], step, ledger)}
+                        for group in sorted({group for batches in work for batch in batches for group, _ in batch})}
+            batches = [[[make_sample(rollouts[group][number]) for group, number in batch] for batch in batches] for batches in work]
+        flat = [batch for minibatch in batches for batch in minibatch]
+        found = learner.score(flat, ledger)
+        with ledger.span("wait_rollouts"):
+            if config.late_rewards:
+                channel.push("scores", {"rank": rank, "found": found})
+            if director:
+                director.credit()
+            credits = channel.wait(f"credit/{rank}", "rank 0 to form advantages")["credits"]
+        samples = [sample for batch in flat for sample in batch]
+        for sample, (reward, advantage, weight) in zip(samples, credits, strict=True):
+            sample.reward, sample.advantage, sample.weight = reward, advantage, weight
+        learner.credit(samples)
+        report = {"rank": rank, "train": learner.train(batches, step, ledger), "memory": learner.memory()}
         with ledger.span("publish"):
             if director:
                 publisher.announce(step + 1)
             report["publish"] = publisher.send(step + 1, learner.shards())
         channel.push("reports", report | {"account": ledger.account(), "events": ledger.events()})
-        if not director:
-            continue
-        with ledger.span("report"):
-            director.finish([entry for batch in batches for entry in batch], rollouts)
+        if director:
+            with ledger.span("report"):
+                director.finish(rollouts)
+            if config.export.every and (step + 1) % config.export.every == 0:
+                with ledger.span("checkpoint"):
+                    director.save(learner, f"step-{step + 1}")
     if not director:
-        channel.wait(f"work/{rank}", "rank 0 to begin saving", patience)
-        for _ in learner.full_tensors():  # rank 0 saves; gathering each tensor takes every learner
-            pass
+        next_work(learner, channel, rank, patience)
         return
-    if director.evaluates:
-        with ledger.span("evaluate"):
-            director.evaluate()
-    for other in range(1, publisher.grid.learners):
-        channel.push(f"work/{other}", {"save": True})
+    judge(config, learner, director, ledger)
     with ledger.span("checkpoint"):
-        director.save(learner)
+        director.save(learner, "model")
     director.close(ledger.events())
+    for other in range(1, publisher.grid.learners):
+        channel.push(f"work/{other}", {"minibatches": []})
     for leader in publisher.grid.leaders:
         channel.push(f"control/{leader}", {"kind": "stop"})
 
 
-def make_sample(rollouts: dict[int, list[Rollout]], entry: list) -> Sample:
-    group, number, advantage, weight = entry
-    rollout = rollouts[group][number]
-    return Sample(rollout.tokens, rollout.num_prompt, rollout.logprobs, advantage, weight)
+def judge(config: Config, learner: Learner, director: Director, ledger: Ledger) -> None:
+    """Evaluate the current version if it is due, and keep it if it is the best."""
+    if not director.evaluates:
+        return
+    with ledger.span("evaluate"):
+        best = director.evaluate()
+    if best and config.eval.keep_best:
+        with ledger.span("checkpoint"):
+            director.save(learner, "best")
 
 
-
-def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
-    """Training prompts and the held-out ones. Raises ConfigError."""
-    prompts = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed)
-    prompts.draw()  # raises if no prompt fits
-    prompts.cursor = prompts.skipped = 0
-    if not config.eval.every:
-        return prompts, []
-    rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")
-    data = dataclasses.replace(config.data, path=config.data.eval_path)
-    return prompts, Prompts(rows[:config.eval.max_prompts], data, encoder, config.seed).fitting()
+def next_work(learner: Learner, channel: Channel, rank: int, patience: float) -> list:
+    """What rank 0 assigns next; weights that it saves before are gathered, which takes every learner."""
+    while "save" in (message := channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)):
+        for _ in learner.full_tensors():
+            pass
+    return message["minibatches"]
 
 
-def pick_device(config: Config) -> torch.device:
-    """A GPU of its own for every rank of this machine, or the CPU for all of them; exact mode is the CPU's."""
-    local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.exact or torch.cuda.device_count() < ranks:
-        return torch.device("cpu")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
-def threads_per_rank(config: Config, cores: int, local_ranks: int) -> int:
-    """Cores by the ranks of this machine that compute at the same time: on-policy, actors and learners take turns."""
-    if config.threads:
-        return config.threads
-    learners = min(config.learner.replicas * config.learner.shards, local_ranks)
-    actors = min(config.actor.replicas * config.actor.tp, local_ranks)
-    busy = max(learners, actors) if config.max_staleness == 0 else local_ranks
-    return min(max(1, cores // busy), 2 if config.exact else cores)  # torch's SiLU rounds differently at the seams of three
-
-
-def check_nodes(config: Config, local_ranks: int) -> None:
-    """Refuse an engine on two machines: 2 L all-reduces a step would cross the network. Raises ConfigError."""
-    grid = Grid.of(config)
-    for leader in grid.leaders:
-        if leader // local_ranks != (leader + grid.tp - 1) // local_ranks:
-            raise ConfigError(f"`actor.tp` = {grid.tp}: ranks {leader} to {leader + grid.tp - 1} share an engine but not a machine "
-                              f"({local_ranks} ranks each); choose the numbers of learners and lanes so that none straddles two")
+def make_sample(rollout: Rollout) -> Sample:
+    return Sample(rollout.tokens, rollout.num_prompt, rollout.logprobs)
 
 
 def run(config: Config) -> None:
     """One rank's whole life. What a user can get wrong is checked before the first process group."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world != config.world_size:
-        raise ConfigError(f"{world} ranks were started, but learner.replicas x learner.shards + actor.replicas x actor.tp = "
-                          f"{config.world_size}; run torchrun --nproc-per-node {config.world_size} train.py ...")
-    shape = read_shape(config.model.path)
-    check_exact(config, shape)
-    check_positions(config, shape)
-    check_lanes(shape, config.actor.tp)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    check_nodes(config, local_ranks)
-    torch.set_num_threads(threads_per_rank(config, len(os.sched_getaffinity(0)), local_ranks))
-    if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
-    encoder = Encoder(config.model.path, config.rollout.stop)
-    if encoder.vocab > shape.vocab:
-        raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
-    grid = Grid.of(config)
-    prompts, held_out = load_prompts(config, encoder) if rank == 0 else (None, [])
-    device = pick_device(config)
-    shapes = parameter_shapes(shape)
-    if rank == 0 and config.model.init == "load":
-        with contextlib.closing(WeightFolder(config.model.path)) as folder:
-            check_names(folder, shapes, shape.tied)
+    start = prepare(config)
+    if config.offline:
+        train_pairs(config, start)
+        return
+    rank, shape, encoder, device = start.rank, start.shape, start.encoder, start.device
+    grid, shapes = Grid.of(config), parameter_shapes(shape)
+    prompts = load_prompts(config, encoder) if rank == 0 else None
     engine = grader = None
     if rank in grid.actor_ranks:
         lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
@@ -265,8 +230,7 @@ def run(config: Config) -> None:
         if rank in grid.leaders:
             grader = Grader(config.reward)
             grader.wait_ready()
-    limit = timedelta(seconds=config.collective_timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    join(config, device)
     channel = open_channel(rank, config.collective_timeout_s)
     live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if engine else {}
     plan = agree_on_plan(channel, config, shapes, (engine.runner.layout, live) if engine else None)
@@ -281,7 +245,7 @@ def run(config: Config) -> None:
             grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
-        run_learner(config, learner, publisher, Director(config, publisher, prompts, held_out) if rank == 0 else None)
+        run_learner(config, learner, publisher, Director(config, shape, publisher, prompts) if rank == 0 else None)
     dist.barrier()  # rank 0 holds the store: it leaves last
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import FAMILIES, hf_config
 
-import config
+import settings
 from actor import Engine
 from ledger import Ledger
 from scheduler import Request
@@ -22,11 +22,11 @@ from transfer import matrix
 def build(reference="llama", *, vocab=64, version=0, longest=(40, 24), exact=False, seed=0, dtype="float32", **actor) -> Engine:
     """An engine with the weights of one of tiny.py's models; `longest` is the longest prompt and the longest response."""
     reference = FAMILIES[reference] if isinstance(reference, str) else reference
-    settings = config.build({
+    config = settings.build({
         "exact": exact, "seed": seed, "model": {"dtype": dtype}, "data": {"max_prompt_tokens": longest[0]},
         "rollout": {"max_new_tokens": longest[1]},
         "actor": {"block_size": 4, "kv_blocks": 200, "max_num_seqs": 16, "max_num_batched_tokens": 64} | actor})
-    engine = Engine(settings, shape_from_hf(hf_config(reference)), vocab, torch.device("cpu"), Ledger(trace=False))
+    engine = Engine(config, shape_from_hf(hf_config(reference)), vocab, torch.device("cpu"), Ledger(trace=False))
     load(engine, reference)
     if version >= 0:
         engine.publish(version)

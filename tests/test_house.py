@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "scheduler", "losses", "grade", "sandbox", "transfer", "kernels"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel"},
-    {"runner"},
+    {"runner", "sharding"},
     {"actor", "learner"},
-    {"plan", "simulate", "report", "director"},
+    {"plan", "simulate", "report", "director", "launch"},
+    {"preference"},
     {"train"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -14,7 +14,7 @@ from ranks import ROOT, rows, spawn_ok, torchrun
 from tiny import FAMILIES, hf_config, randomise
 from transformers import AutoModelForCausalLM
 
-import config
+import launch
 import train
 from actor import Engine
 from config import ConfigError
@@ -24,6 +24,7 @@ from model import Transformer, parameter_shapes
 from parallel import EngineLinear, Lane, check_lanes, for_engine, lane_layout, refresh
 from runner import uniforms
 from scheduler import Request
+from settings import build, parse
 from shape import shape_from_hf
 from transfer import make_plan, matrix
 
@@ -222,7 +223,7 @@ def requests_of(vocab: int) -> list[Request]:
 
 def lane_engine(reference, lane: Lane, vocab: int) -> Engine:
     actor = {"tp": lane.size, "block_size": 4, "kv_blocks": BLOCKS[lane.rank], "max_num_seqs": 6, "max_num_batched_tokens": 14}
-    settings = config.build({"seed": 8, "data": {"max_prompt_tokens": 24}, "rollout": {"max_new_tokens": 12}, "actor": actor})
+    settings = build({"seed": 8, "data": {"max_prompt_tokens": 24}, "rollout": {"max_new_tokens": 12}, "actor": actor})
     return Engine(settings, shape_from_hf(hf_config(reference)), vocab, CPU, Ledger(trace=False), lane)
 
 
@@ -239,7 +240,7 @@ def renewed():
 def serve(rank: int) -> dict:
     """One rank's part. Publications of whole engines with planted faults first, then families on two and on four lanes."""
     from sync import Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
-    settings = config.build({"model": {"path": "configs/toy"}, "actor": {"tp": 4}, "collective_timeout_s": 60})
+    settings = build({"model": {"path": "configs/toy"}, "actor": {"tp": 4}, "collective_timeout_s": 60})
     pairs, grid, channel = [dist.new_group(pair) for pair in ([1, 2], [3, 4])], Grid.of(settings), open_channel(rank, 100)
     reference = FAMILIES["llama"]
     shape, lane = shape_from_hf(hf_config(reference)), Lane(rank - 1, 4)
@@ -381,12 +382,12 @@ def test_a_flipped_bit_on_lanes_ends_the_run(tmp_path):
 def test_an_engine_lies_on_one_machine(monkeypatch, capsys, learners, engines, tp, local, bad):
     """All-reduces of every layer of every token over the network between two machines, noticed only as a slow run."""
     layout = [f"learner.shards={learners}", f"actor.replicas={engines}", f"actor.tp={tp}"]
-    settings = config.parse([str(ROOT / "configs/toy.yaml"), *layout])
+    settings = parse([str(ROOT / "configs/toy.yaml"), *layout])
     if not bad:
-        train.check_nodes(settings, local)
+        launch.check_nodes(settings, local)
         return
     with pytest.raises(ConfigError, match=f"`actor.tp` = {tp}: {bad} share an engine .*{local} ranks"):
-        train.check_nodes(settings, local)
+        launch.check_nodes(settings, local)
     monkeypatch.chdir(ROOT)
     for name, value in (("RANK", 0), ("WORLD_SIZE", learners + engines * tp), ("LOCAL_WORLD_SIZE", local)):
         monkeypatch.setenv(name, str(value))
@@ -407,5 +408,5 @@ def test_an_engine_lies_on_one_machine(monkeypatch, capsys, learners, engines, t
     (["exact=true", "actor.replicas=4"], 4, 5, 1)])
 def test_threads_of_a_rank(overrides, cores, local, threads):
     """Ranks that fight for cores, or leave them idle while the other side waits."""
-    settings = config.parse([str(ROOT / "configs/toy.yaml"), "threads=0", *overrides])
-    assert train.threads_per_rank(settings, cores, local) == threads
+    settings = parse([str(ROOT / "configs/toy.yaml"), "threads=0", *overrides])
+    assert launch.threads_per_rank(settings, cores, local) == threads

@@ -16,6 +16,7 @@ from engines import add, build, finish, naive, prompt_of, same
 from tiny import FAMILIES
 
 import config
+import settings as from_yaml
 from kernels.kv_write import write_kv
 from kernels.paged_attention import paged_attention, paged_attention_torch
 from kernels.rope import rope
@@ -29,7 +30,7 @@ SEED = 11
 
 def settings(dtype="float32", **actor) -> config.Config:
     """Sequences of at most 24 + 16 tokens."""
-    return config.build({
+    return from_yaml.build({
         "seed": SEED, "model": {"dtype": dtype}, "data": {"max_prompt_tokens": 24}, "rollout": {"max_new_tokens": 16},
         "actor": {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64} | actor})
 

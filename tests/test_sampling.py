@@ -13,7 +13,7 @@ import torch
 from engines import add, build, finish, invert, key, naive, next_logp, prompt_of, response, run
 from tiny import FAMILIES
 
-import config
+import settings as from_yaml
 from actor import Engine
 from config import ConfigError
 from kernels.logprob import entropy, log_probs
@@ -162,7 +162,7 @@ def test_low_temperature_gives_finite_logprobs():
 def test_extremes_work_or_are_refused(extreme):
     """R6: a temperature that turns logits into inf, a seed that 64 bits do not hold: an IndexError hours later, without a name."""
     try:
-        settings = config.build(extreme)
+        settings = from_yaml.build(extreme)
     except ConfigError as error:
         assert next(iter(extreme)) in str(error)
         return

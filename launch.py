@@ -1,0 +1,117 @@
+"""Before the first process group: everything a user can get wrong is found here, on every rank, in one line.
+
+A job on 64 GPUs that fails after the weights are loaded has cost ten minutes of each; one that fails here has cost seconds.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import WeightFolder, check_names
+from config import Config, ConfigError
+from data import Encoder, Prompts, load_rows
+from model import parameter_shapes
+from parallel import check_lanes
+from shape import Shape, check_exact, check_positions, read_shape
+from sharding import open_folder
+from sync import Grid
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank knows once its config has been found good."""
+    rank: int
+    shape: Shape
+    encoder: Encoder
+    device: torch.device
+
+
+def prepare(config: Config) -> Start:
+    """Check the config against the world, the model folders and the machine; set this rank's threads. Raises ConfigError."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world != config.world_size:
+        actors = "" if config.offline else " + actor.replicas x actor.tp"
+        raise ConfigError(f"{world} ranks were started, but learner.replicas x learner.shards{actors} = {config.world_size}; "
+                          f"run torchrun --nproc-per-node {config.world_size} train.py ...")
+    shape = read_shape(config.model.path)
+    check_exact(config, shape)
+    check_positions(config, shape)
+    check_lanes(shape, config.actor.tp)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    check_nodes(config, local_ranks)
+    torch.set_num_threads(threads_per_rank(config, len(os.sched_getaffinity(0)), local_ranks))
+    if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
+    encoder = Encoder(config.model.path, config.rollout.stop)
+    if encoder.vocab > shape.vocab:
+        raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
+    if rank == 0:
+        check_folders(config, shape, encoder)
+    return Start(rank, shape, encoder, pick_device(config))
+
+
+def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
+    """Weights fit their configs, and scorers read the policy's token ids. Raises ConfigError."""
+    if config.model.init == "load" and config.algorithm.loss != "bradley_terry":
+        with contextlib.closing(WeightFolder(config.model.path)) as folder:
+            check_names(folder, parameter_shapes(shape), shape.tied)
+    for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
+        if path:
+            theirs = read_shape(path)
+            shapes = {name: size for name, size in parameter_shapes(theirs).items() if name != "lm_head.weight"}
+            open_folder(path, field, shapes | {"score.weight": (1, theirs.hidden)}, theirs.tied).close()
+            if Encoder(path).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
+                raise ConfigError(f"`{field}` = {path!r} has another tokenizer than `model.path`, and would read other words into "
+                                  "the same ids; serve it from a `reward.functions` entry, which gets text")
+
+
+def join(config: Config, device: torch.device) -> None:
+    """The default process group: control messages on gloo, weights and gradients on NCCL where there are GPUs."""
+    limit = timedelta(seconds=config.collective_timeout_s)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+
+
+def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
+    """Training prompts and the held-out ones. Raises ConfigError."""
+    prompts = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed)
+    prompts.draw()  # raises if no prompt fits
+    prompts.cursor = prompts.skipped = 0
+    if not config.eval.every:
+        return prompts, []
+    rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")
+    data = dataclasses.replace(config.data, path=config.data.eval_path)
+    return prompts, Prompts(rows[:config.eval.max_prompts], data, encoder, config.seed).fitting()
+
+
+def pick_device(config: Config) -> torch.device:
+    """A GPU of its own for every rank of this machine, or the CPU for all of them; exact mode is the CPU's."""
+    local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.exact or torch.cuda.device_count() < ranks:
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def threads_per_rank(config: Config, cores: int, local_ranks: int) -> int:
+    """Cores by the ranks of this machine that compute at the same time: on-policy, actors and learners take turns."""
+    if config.threads:
+        return config.threads
+    learners = min(config.learner.replicas * config.learner.shards, local_ranks)
+    actors = min(config.actor.replicas * config.actor.tp, local_ranks)
+    busy = max(learners, actors) if config.max_staleness == 0 else local_ranks
+    return min(max(1, cores // busy), 2 if config.exact else cores)  # torch's SiLU rounds differently at the seams of three
+
+
+def check_nodes(config: Config, local_ranks: int) -> None:
+    """Refuse an engine on two machines: 2 L all-reduces a step would cross the network. Raises ConfigError."""
+    grid = Grid.of(config)
+    for leader in grid.leaders:
+        if leader // local_ranks != (leader + grid.tp - 1) // local_ranks:
+            raise ConfigError(f"`actor.tp` = {grid.tp}: ranks {leader} to {leader + grid.tp - 1} share an engine but not a machine "
+                              f"({local_ranks} ranks each); choose the numbers of learners and lanes so that none straddles two")
