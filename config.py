@@ -77,7 +77,7 @@ class Reward:
     functions: tuple[str, ...] = ("reward.py:copy_digits",)
     """`file.py:name` or `module:name` of functions with TRL's signature; their weighted sum is the reward."""
     weights: tuple[float, ...] = ()
-    """Weight of each function; empty means 1 for all."""
+    """Weight of each function; empty means 1 for all, 0 only watches one."""
     workers: Positive = 1
     """Grading processes on each actor rank's host."""
     timeout_s: PositiveFloat = 30.0

@@ -24,7 +24,7 @@ from checkpoint import save_hf
 from config import Algorithm, Config
 from data import Prompt, Prompts, Rollout
 from learner import Learner, measure_matmul_flops
-from ledger import RunFolder, merge_accounts, step_line
+from ledger import MFU_CONVENTION, RunFolder, memory_line, merge_accounts, step_line
 from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
 from scheduler import ReleaseGate
 from settings import to_yaml
@@ -56,7 +56,8 @@ class Director:
         self.bounds = {"flops": measure_matmul_flops(publisher.dtype, publisher.device),
                        "bandwidth": measure_copy_bandwidth(publisher.device), "link": publisher.link_gb_s}
         self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
-                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s")
+                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s; MFU counts "
+                  f"{MFU_CONVENTION}")
         self.clock = time.perf_counter()
 
     def note(self, text: str) -> None:
@@ -198,10 +199,14 @@ class Director:
         row = {"version": self.gate.version, "reward": sum(rewards) / len(rewards) if rewards else None, "prompts": len(headers),
                "unscored": len(headers) - len(rewards),
                "response_len": sum(header["lengths"][0][1] for header in headers) / len(headers)}
+        for number, name in enumerate(self.config.reward.functions):
+            marks = [header["parts"][number][0] for header in headers if header["parts"][number][0] is not None]
+            row[f"part/{name.rpartition(':')[2]}"] = sum(marks) / len(marks) if marks else None
         self.folder.append("eval.jsonl", [row])
         self.track({f"eval/{name}": value for name, value in row.items()})
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
-        self.note(f"evaluation at version {row['version']}: reward {reward} on {len(rewards)} held-out prompts, greedy")
+        parts = ", ".join(f"{name.removeprefix('part/')} {value:.3f}" for name, value in row.items() if "part/" in name and value)
+        self.note(f"evaluation at version {row['version']}: reward {reward} ({parts}) on {len(rewards)} held-out prompts, greedy")
         self.clock += time.perf_counter() - start  # no part of the step
         better = row["reward"] is not None and (self.best is None or row["reward"] > self.best)
         self.best = row["reward"] if better else self.best
@@ -225,6 +230,8 @@ class Director:
         for group in groups:
             del self.headers[group]
             self.channel.drop(f"payload/{group}")
+        if step == 0:
+            self.note(memory_line(reports[0]["memory"]))
         self.note(step_line(row, self.config.steps, self.bounds))
         self.bar.update()
 

@@ -23,6 +23,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ from kernels.logprob import Head
 from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from losses import Tokens, gae, kl, objective, value_loss, whitening
+from memory import Living, nbytes, peak_bytes
 from shape import Shape
 from sharding import build_policy, build_scorer, park
 
@@ -111,6 +113,7 @@ class Learner:
         for name in config.learner.parked:
             self._park(name, HOST)
         self.head = Head(config.rollout.temperature, vocab, config.learner.logprob_chunk)
+        self.activations = 0  # bytes, measured once
         self.trained = [(self.model, self._optimizer(self.model), config.learner.lr)]
         if self.critic:
             self.trained.append((self.critic, self._optimizer(self.critic), config.critic.lr))
@@ -235,8 +238,9 @@ class Learner:
             for model, _, _ in self.trained:
                 model.set_requires_all_reduce(last)  # between HSDP's replicas, once a step
                 model.set_requires_gradient_sync(last or self.config.learner.reduce == "micro_batch")
-            with ledger.span("forward"):
+            with ledger.span("forward"), Living() if self.activations == 0 else nullcontext() as living:
                 loss = self._forward(samples, sums, gaps)
+            self.activations = living.bytes() if living else self.activations
             with ledger.span("backward"):
                 loss.backward()
             if self.critic:
@@ -400,17 +404,16 @@ class Learner:
                 yield name, parameter.detach().full_tensor().to(dtype)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank keeps between steps, by kind: its shards of every model, and the moments."""
-        def size(tensors) -> int:
-            local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-            return sum(tensor.numel() * tensor.element_size() for tensor in local)
-
+        """Bytes of this rank by kind: its shards of every model, gradients and moments; the largest chunk of logits; the
+        activations that the first micro-batch left for its backward; and the process's peak.
+        """
         kinds = {"parameters": self.model, "critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
-        found = {kind: size(model.parameters()) for kind, model in kinds.items() if model is not None}
-        found["gradients"] = sum(size(model.parameters()) for model, _, _ in self.trained)
-        found["moments"] = sum(size(value for value in state.values() if torch.is_tensor(value))
+        found = {kind: nbytes(model.parameters()) for kind, model in kinds.items() if model is not None}
+        found["gradients"] = sum(nbytes(model.parameters()) for model, _, _ in self.trained)
+        found["moments"] = sum(nbytes(value for value in state.values() if torch.is_tensor(value))
                                for _, optimizer, _ in self.trained for state in optimizer.state.values())
-        return found
+        return found | {"logits": self.head.chunk * self.shape.vocab * 4, "activations": self.activations,
+                        "peak": peak_bytes(self.device)}
 
 
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device) -> float:

@@ -20,6 +20,7 @@ from typing import TextIO
 KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "score", "forward", "backward", "optimizer", "publish",
          "checkpoint", "evaluate", "report")
 MERGE_GAP_S = 1e-3
+MFU_CONVENTION = "2 FLOP a weight and forward, the causal half of attention, the head on response tokens, nothing recomputed"
 
 
 class Ledger:
@@ -133,6 +134,13 @@ class RunFolder:
             self._files["trace.json"].write("\n]\n")
         for file in self._files.values():
             file.close()
+
+
+def memory_line(kinds: dict[str, int]) -> str:
+    """Rank 0's bytes by kind, largest first."""
+    shown = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+                      if kind != "peak" and size)
+    return f"memory of rank 0 in MB: {shown}; peak of the process {kinds['peak'] / 1e6:.0f}"
 
 
 def step_line(row: dict, steps: int, bounds: dict[str, float]) -> str:

@@ -24,7 +24,7 @@ from config import Config, ConfigError
 from data import Encoder, Prompt, Prompts
 from launch import Start, join, load_prompts
 from learner import Learner, Sample, measure_matmul_flops
-from ledger import Ledger, RunFolder, merge_accounts
+from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts
 from settings import to_yaml
 from shape import Shape
 from sync import Grid, make_groups
@@ -107,6 +107,8 @@ class Summary:
                **{f"mem_{kind}_mb": size / 1e6 for kind, size in self.learner.memory().items()},
                **merge_accounts([account], "learner")}
         self.folder.append("metrics.jsonl", [row])
+        if step == 0:
+            self.note(f"MFU counts {MFU_CONVENTION}\n{memory_line(self.learner.memory())}")
         shares = " ".join(f"{kind} {seconds / wall:.0%}" for kind, seconds in account.items()
                           if kind != "wall" and seconds >= 0.005 * wall)
         self.note(f"step {step + 1:>4}/{self.config.steps} | loss {row['loss']:.4f} accuracy {row['accuracy']:.2f} margin "
