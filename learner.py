@@ -114,8 +114,6 @@ def build_model(config: Config, shape: Shape, vocab: int, mesh: DeviceMesh, devi
         rows = folder.rows(name, first, last) if folder else init_tensor(name, parameter.shape, shape, config.seed)[first:last]
         with torch.no_grad():
             local.copy_(rows)
-    if folder:
-        folder.close()
     return model
 
 

@@ -12,7 +12,6 @@ step s trains. The loop is the same.
     learner                                         fetch payloads, forward, backward, optimizer    send, verify
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -255,8 +254,7 @@ def run(config: Config) -> None:
     device = pick_device(config)
     shapes = parameter_shapes(shape)
     if rank == 0 and config.model.init == "load":
-        with contextlib.closing(WeightFolder(config.model.path)) as folder:
-            check_names(folder, shapes, shape.tied)
+        check_names(WeightFolder(config.model.path), shapes, shape.tied)
     engine = grader = None
     if rank in grid.actor_ranks:
         lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
