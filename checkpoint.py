@@ -4,7 +4,11 @@
 
 A folder is config.json, tokenizer files, and safetensors in one file or sharded with an index. For a 70B on 40 shards a rank reads
 3.5 GB of 141 (bf16) into 7 GB of fp32 masters, and holds 53 MB of the folder at a time: its rows of the largest tensor.
-Saving streams one parameter at a time through rank 0, which holds at most one 4 GB file.
+Saving streams one parameter at a time through rank 0, which holds at most one 4 GB file. The head tells the kinds apart: `lm_head`
+(or none, where it is the embedding) for a language model, `score` [1, E] for a critic or reward model, which transformers calls
+sequence classification. A start without pad token, chat template or generation config gives an export without them, which loads as
+the start did (a score model without pad token takes one sequence a call in transformers); an inconsistent generation config is
+copied as it is.
 """
 
 import argparse
@@ -108,12 +112,15 @@ def load_layout(folder: WeightFolder, layout: Layout, tensors: dict[str, Tensor]
 
 
 def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write `tensors` (name, full value) as a folder that transformers loads, with the side files of `source`.
+    """Write `tensors` (name, full value) as a folder that transformers and vLLM load, with the side files of `source`.
 
-    Written beside and renamed: a folder of that name is either complete or absent.
+    Written beside and renamed: a folder of that name is either complete or absent. Absent only in the instant between two renames,
+    when the one being replaced is called NAME.replaced; the next save puts it back, and clears what a killed one left.
     """
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
+    partial, replaced = (folder.with_name(folder.name + ending) for ending in (".partial", ".replaced"))
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in SIDE_FILES:
@@ -137,19 +144,30 @@ def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str,
         names = {1: "model.safetensors"}
     for number, name in names.items():
         (partial / f"part-{number}.safetensors").rename(partial / name)
+        shutil.copymode(partial / "config.json", partial / name)  # safetensors writes for the owner alone; a server is another user
     if len(parts) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in weight_map.items()}}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    described = json.loads((partial / "config.json").read_text())
-    described.pop("dtype", None)
-    described["torch_dtype"] = str(dtype).removeprefix("torch.")
+    described = describe(json.loads((partial / "config.json").read_text()), "score.weight" in weight_map, dtype)
     (partial / "config.json").write_text(json.dumps(described, indent=2))
-    replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def describe(source: dict, scores: bool, dtype: torch.dtype) -> dict:
+    """config.json for weights of this type with a language head, or with a `score` head of one number (critic, reward model).
+
+    vLLM goes by `architectures`, which the start's config may lack or, for the other head, have wrong; without `id2label`
+    transformers would build two scores. `auto_map` names code files that are not copied.
+    """
+    kept = {key: value for key, value in source.items() if key not in ("auto_map", "dtype")}
+    family = source["model_type"].capitalize()  # Llama, Mistral, Qwen2, Qwen3
+    head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scores else {}
+    return kept | head | {"architectures": [family + ("ForSequenceClassification" if scores else "ForCausalLM")],
+                          "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def convert_gguf(file: str, out: str) -> None:

@@ -152,8 +152,10 @@ def test_interrupted_save(after, previous, source, tmp_path, monkeypatch):
         save_hf(out, start, dying(second, after))
     assert out.exists() == previous
     assert not previous or differing(loads(out, "llama"), first) == []
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 1 << 30)
     save_hf(out, start, iter(second.items()))
     assert differing(loads(out, "llama"), second) == [] and not list(tmp_path.glob("*.partial"))
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"], "shards that the killed save had written"
 
 
 def test_a_save_that_dies_while_the_previous_folder_is_removed(source, tmp_path, monkeypatch):
