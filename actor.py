@@ -14,7 +14,6 @@ tempered, untruncated one, whatever top-p and top-k cut away, because that is wh
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -198,9 +197,9 @@ class LLM:
         self.engine = Engine(self.config, shape, self.encoder.vocab, device, Ledger(trace=False), Lane(rank, lanes))
         if lanes > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-        with contextlib.closing(WeightFolder(model)) as folder:
-            check_names(folder, parameter_shapes(shape), shape.tied)
-            load_layout(folder, self.engine.runner.layout, self.engine.weights())
+        folder = WeightFolder(model)
+        check_names(folder, parameter_shapes(shape), shape.tied)
+        load_layout(folder, self.engine.runner.layout, self.engine.weights())
         self.engine.connect(dist.group.WORLD if lanes > 1 else None)
         self.engine.publish(0)
         self._groups = 0  # prompts so far: each gets its own random numbers

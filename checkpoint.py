@@ -3,14 +3,18 @@
     python checkpoint.py --gguf FILE --out FOLDER      # a GGUF file to a plain folder, through transformers' own loader
 
 A folder is config.json, tokenizer files, and safetensors in one file or sharded with an index. For a 70B on 40 shards a rank reads
-7 GB of 282 (fp32 masters); saving streams one parameter at a time through rank 0, which holds at most one 4 GB file.
+3.5 GB of 141 (bf16) into 7 GB of fp32 masters, and holds 53 MB of the folder at a time: its rows of the largest tensor.
+Saving streams one parameter at a time through rank 0, which holds at most one 4 GB file. The head tells the kinds apart: `lm_head`
+(or none, where it is the embedding) for a language model, `score` [1, E] for a critic or reward model, which transformers calls
+sequence classification. A start without pad token, chat template or generation config gives an export without them, which loads as
+the start did (a score model without pad token takes one sequence a call in transformers); an inconsistent generation config is
+copied as it is.
 """
 
 import argparse
 import json
 import shutil
 from collections.abc import Iterable, Set
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -28,9 +32,14 @@ SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 class WeightFolder:
-    """The safetensors of a folder, opened lazily; gives row slices by parameter name."""
+    """The safetensors of a folder; gives row slices by parameter name. `field` is the config's name for it, for messages.
 
-    def __init__(self, path: str):
+    A slice is a view of mapped file pages, which count as this process's memory for as long as their file is open. So each
+    `rows` opens its file anew (headers are 3 KB in the 70B's 30 files), and dropping the slice gives the pages back.
+    """
+
+    def __init__(self, path: str, field: str = "model.path"):
+        self.source = f"`{field}` = {path!r}"
         folder = Path(path)
         index = folder / "model.safetensors.index.json"
         if (folder / "model.safetensors").is_file():  # the order in which transformers looks
@@ -40,33 +49,35 @@ class WeightFolder:
         else:
             files = sorted(file.name for file in folder.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"`model.path` = {path!r}: no .safetensors there; set model.init=random to start from noise")
+            instead = "; set model.init=random to start from noise" if field == "model.path" else ""
+            raise ConfigError(f"{self.source}: no .safetensors there{instead}")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
-            raise ConfigError(f"`model.path` = {path!r}: the index names {missing[0]}, which is not there")
-        self._stack = ExitStack()
-        self._file_of = {}
+            raise ConfigError(f"{self.source}: the index names {missing[0]}, which is not there")
+        self._file_of: dict[str, Path] = {}
+        self._shape_of: dict[str, tuple[int, ...]] = {}
         for name in files:
             try:
-                opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
+                with safe_open(folder / name, framework="pt") as opened:
+                    names = opened.keys()
+                    shapes = {tensor: tuple(opened.get_slice(tensor).get_shape()) for tensor in names}
             except SafetensorError as error:
-                raise ConfigError(f"`model.path` = {path!r}: {name} is cut short or no safetensors file ({error})") from None
-            twice = sorted(self._file_of.keys() & opened.keys())
+                raise ConfigError(f"{self.source}: {name} is cut short or no safetensors file ({error})") from None
+            twice = sorted(self._file_of.keys() & shapes.keys())
             if twice:
-                raise ConfigError(f"`model.path` = {path!r}: {twice[0]} is in several files; leave one set of weights there")
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
+                raise ConfigError(f"{self.source}: {twice[0]} is in several files; leave one set of weights there")
+            self._file_of |= dict.fromkeys(shapes, folder / name)
+            self._shape_of |= shapes
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return self._shape_of[name]
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        return self._file_of[name].get_slice(name)[first:last]
-
-    def close(self) -> None:
-        self._stack.close()
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            return opened.get_slice(name)[first:last]
 
 
 def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: bool,
@@ -83,14 +94,14 @@ def check_names(folder: WeightFolder, shapes: dict[str, tuple[int, ...]], tied: 
         for first in range(0, rows, 8192):
             head, embedding = (folder.rows(name, first, first + 8192) for name in ("lm_head.weight", "model.embed_tokens.weight"))
             if not torch.equal(head, embedding):
-                raise ConfigError("config.json ties lm_head.weight to model.embed_tokens.weight, but the stored tensors differ; "
-                                  "set tie_word_embeddings to false")
+                raise ConfigError(f"{folder.source}: config.json ties lm_head.weight to model.embed_tokens.weight, but the stored "
+                                  "tensors differ; set tie_word_embeddings to false")
     for name in sorted((stored - ignored) ^ shapes.keys()):
         where = "folder" if name in stored else "model"
-        raise ConfigError(f"tensor {name} is in the {where} only; config.json does not fit the weights")
+        raise ConfigError(f"{folder.source}: tensor {name} is in the {where} only; config.json does not fit the weights")
     for name, shape in sorted(shapes.items()):
         if folder.shape(name) != shape:
-            raise ConfigError(f"tensor {name} has shape {folder.shape(name)} in the folder, {shape} by config.json")
+            raise ConfigError(f"{folder.source}: tensor {name} has shape {folder.shape(name)}, the model's is {shape}")
 
 
 def load_layout(folder: WeightFolder, layout: Layout, tensors: dict[str, Tensor]) -> None:
@@ -103,12 +114,15 @@ def load_layout(folder: WeightFolder, layout: Layout, tensors: dict[str, Tensor]
 
 
 def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write `tensors` (name, full value) as a folder that transformers loads, with the side files of `source`.
+    """Write `tensors` (name, full value) as a folder that transformers and vLLM load, with the side files of `source`.
 
-    Written beside and renamed: a folder of that name is either complete or absent.
+    Written beside and renamed: a folder of that name is either complete or absent. Absent only in the instant between two renames,
+    when the one being replaced is called NAME.replaced; the next save puts it back, and clears what a killed one left.
     """
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
+    partial, replaced = (folder.with_name(folder.name + ending) for ending in (".partial", ".replaced"))
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in SIDE_FILES:
@@ -132,19 +146,30 @@ def save_hf(folder: str | Path, source: str | Path, tensors: Iterable[tuple[str,
         names = {1: "model.safetensors"}
     for number, name in names.items():
         (partial / f"part-{number}.safetensors").rename(partial / name)
+        shutil.copymode(partial / "config.json", partial / name)  # safetensors writes for the owner alone; a server is another user
     if len(parts) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[part] for name, part in weight_map.items()}}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    described = json.loads((partial / "config.json").read_text())
-    described.pop("dtype", None)
-    described["torch_dtype"] = str(dtype).removeprefix("torch.")
+    described = describe(json.loads((partial / "config.json").read_text()), "score.weight" in weight_map, dtype)
     (partial / "config.json").write_text(json.dumps(described, indent=2))
-    replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def describe(source: dict, scores: bool, dtype: torch.dtype) -> dict:
+    """config.json for weights of this type with a language head, or with a `score` head of one number (critic, reward model).
+
+    vLLM goes by `architectures`, which the start's config may lack or, for the other head, have wrong; without `id2label`
+    transformers would build two scores. `auto_map` names code files that are not copied.
+    """
+    kept = {key: value for key, value in source.items() if key not in ("auto_map", "dtype")}
+    family = source["model_type"].capitalize()  # Llama, Mistral, Qwen2, Qwen3
+    head = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scores else {}
+    return kept | head | {"architectures": [family + ("ForSequenceClassification" if scores else "ForCausalLM")],
+                          "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def convert_gguf(file: str, out: str) -> None:

@@ -3,7 +3,6 @@
 A job on 64 GPUs that fails after the weights are loaded has cost ten minutes of each; one that fails here has cost seconds.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -59,13 +58,12 @@ def prepare(config: Config) -> Start:
 def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
     """Weights fit their configs, and scorers read the policy's token ids. Raises ConfigError."""
     if config.model.init == "load" and config.algorithm.loss != "bradley_terry":
-        with contextlib.closing(WeightFolder(config.model.path)) as folder:
-            check_names(folder, parameter_shapes(shape), shape.tied)
+        check_names(WeightFolder(config.model.path), parameter_shapes(shape), shape.tied)
     for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if path:
             theirs = read_shape(path)
             shapes = {name: size for name, size in parameter_shapes(theirs).items() if name != "lm_head.weight"}
-            open_folder(path, field, shapes | {"score.weight": (1, theirs.hidden)}, theirs.tied).close()
+            open_folder(path, field, shapes | {"score.weight": (1, theirs.hidden)}, theirs.tied)
             if Encoder(path).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
                 raise ConfigError(f"`{field}` = {path!r} has another tokenizer than `model.path`, and would read other words into "
                                   "the same ids; serve it from a `reward.functions` entry, which gets text")

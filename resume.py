@@ -47,7 +47,7 @@ class Checkpoints:
         self._pending: tuple[Path, Future] | None = None
 
     def save(self, version: int, tensors: dict[str, Tensor], state: dict | None, payloads: dict[int, bytes]) -> None:
-        """Copy `tensors` and start writing; `state` and `payloads` are the first rank's. Raises CheckpointError, also for the last."""
+        """Copy `tensors`, start writing; `state` and `payloads` are the first rank's. Raises CheckpointError, also for the last."""
         self.wait()
         partial = self.folder / f"step-{version}.partial"
         if self.leads:

@@ -64,8 +64,6 @@ def _materialise(config: Config, model: nn.Module, place: Place, path: str | Non
             rows = init_tensor(name, parameter.shape, model.shape, config.seed)[first:last]
         with torch.no_grad():
             local.copy_(rows)
-    if folder:
-        folder.close()
     return model
 
 
@@ -75,7 +73,7 @@ def open_folder(path: str | None, field: str, shapes: dict[str, tuple[int, ...]]
     """
     if path is None:
         return None
-    folder = WeightFolder(path)
+    folder = WeightFolder(path, field)
     stored = folder.names()
     wanted = {name: shape for name, shape in shapes.items() if name != "score.weight" or name in stored}
     if "score.weight" in shapes and "score.weight" not in stored and field == "reward_model.path":
