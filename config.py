@@ -10,8 +10,8 @@ _strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_def
 
 
 def _number(value):
-    """YAML's yes and true are no numbers, though Python's True is 1."""
-    if isinstance(value, bool):
+    """YAML's yes and true are no numbers, though Python's True is 1; nor are they in a list of numbers."""
+    if any(isinstance(one, bool) for one in (value if isinstance(value, list | tuple) else [value])):
         raise ValueError("input should be a number")
     return value
 
@@ -76,7 +76,7 @@ class Rollout:
 class Reward:
     functions: tuple[str, ...] = ("reward.py:copy_digits",)
     """`file.py:name` or `module:name` of functions with TRL's signature; their weighted sum is the reward."""
-    weights: tuple[float, ...] = ()
+    weights: Annotated[tuple[float, ...], _Number] = ()
     """Weight of each function; empty means 1 for all, 0 only watches one."""
     workers: Positive = 1
     """Grading processes on each actor rank's host."""
@@ -239,8 +239,8 @@ class RewardModel:
     """A frozen scorer on the learner ranks, added to the functions' reward."""
     path: str = ""
     """Sequence-classification folder with one label, and the policy's tokenizer; empty means none."""
-    weight: float = 1.0
-    """Weight of its score in the reward."""
+    weight: Annotated[float, _Number] = 1.0
+    """Weight of its score in the reward; 0 only logs it, a negative one turns it round."""
 
 
 @dataclass(config=_strict, frozen=True)

@@ -35,15 +35,18 @@ class Tokens:
     rollout_logps_R: Tensor | None = None  # recorded by the engine when the token was sampled
     ref_logps_R: Tensor | None = None  # under the frozen reference
 
+    @property
+    def lengths_N(self) -> Tensor:
+        return torch.tensor(self.lengths, dtype=torch.long, device=self.logps_R.device)  # a micro-batch may be empty
+
     def sums(self, values_R: Tensor) -> Tensor:
         """Sum over each sequence, [N]."""
-        sequence_R = torch.arange(len(self.lengths), device=values_R.device).repeat_interleave(
-            torch.tensor(self.lengths, device=values_R.device))
+        sequence_R = torch.arange(len(self.lengths), device=values_R.device).repeat_interleave(self.lengths_N)
         return values_R.new_zeros(len(self.lengths)).index_add(0, sequence_R, values_R)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Each sequence's value at all of its tokens, [R]."""
-        return values_N.repeat_interleave(torch.tensor(self.lengths, device=values_N.device))
+        return values_N.repeat_interleave(self.lengths_N)
 
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # of each token, and its statistics
@@ -186,8 +189,8 @@ def clip(tokens: Tokens, algorithm: Algorithm) -> Loss:
 
 def gspo(tokens: Tokens, algorithm: Algorithm) -> Loss:
     """The surrogate on each sequence's ratio (pi / pi_old)^(1/length), the same at all its tokens. Source: arXiv 2507.18071."""
-    lengths_N = torch.tensor(tokens.lengths, device=tokens.logps_R.device).clamp(min=1)
-    ratio_R = tokens.spread(exp_ratio(tokens.sums(tokens.logps_R - tokens.old_logps_R) / lengths_N))
+    mean_N = tokens.sums(tokens.logps_R - tokens.old_logps_R) / tokens.lengths_N.clamp(min=1)
+    ratio_R = tokens.spread(exp_ratio(mean_N))
     loss_R = clipped_surrogate(ratio_R, tokens.advantages_R, algorithm)
     return loss_R, {"clipped": outside_clip(ratio_R.detach(), tokens.advantages_R, algorithm)}
 
@@ -210,10 +213,10 @@ def margins(tokens: Tokens) -> Tensor:
 
 def at_pairs(tokens: Tokens, pair_loss: Tensor, margin: Tensor) -> Loss:
     """Each pair's loss at the chosen sequence's first token, 0 elsewhere; statistics so that their token sums count pairs."""
-    starts = torch.tensor([0, *tokens.lengths], device=pair_loss.device).cumsum(0)[:-1:2]
+    starts = (tokens.lengths_N.cumsum(0) - tokens.lengths_N)[0::2]
 
     def place(values: Tensor) -> Tensor:
-        return torch.zeros_like(tokens.logps_R).index_add(0, starts, values)
+        return torch.zeros_like(tokens.logps_R, dtype=values.dtype).index_add(0, starts, values)
 
     return place(pair_loss), {"margin": place(margin.detach()), "accuracy": place((margin.detach() > 0).float())}
 
@@ -229,8 +232,7 @@ def dpo(tokens: Tokens, algorithm: Algorithm) -> Loss:
 
 def ipo(tokens: Tokens, algorithm: Algorithm) -> Loss:
     """(m - 1 / (2 beta))^2 with log ratios averaged over tokens, as its authors implement it. Source: arXiv 2310.12036."""
-    lengths_N = torch.tensor(tokens.lengths, device=tokens.logps_R.device)
-    gain_N = tokens.sums(tokens.logps_R - tokens.ref_logps_R) / lengths_N
+    gain_N = tokens.sums(tokens.logps_R - tokens.ref_logps_R) / tokens.lengths_N.clamp(min=1)
     margin = gain_N[0::2] - gain_N[1::2]
     return at_pairs(tokens, (margin - 1 / (2 * algorithm.kl_coef)).square(), algorithm.kl_coef * margin)
 
@@ -268,7 +270,7 @@ def objective(tokens: Tokens, algorithm: Algorithm) -> Loss:
 
 
 def value_loss(values_R: Tensor, old_values_R: Tensor, returns_R: Tensor, limit: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old +- limit) - R)^2) / 2 of each token; limit 0 does not clip. Source: arXiv 2005.12729."""
+    """max((V - R)^2, (clip(V, V_old +- limit) - R)^2) / 2 of each token; limit 0: no clip. Source: arXiv 2005.12729, sec. 3."""
     loss_R = (values_R - returns_R).square()
     if limit:
         near_R = old_values_R + (values_R - old_values_R).clamp(-limit, limit)

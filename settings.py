@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from config import PRESETS, Config, ConfigError, Rollout, fields
+from config import PRESETS, Algorithm, Config, ConfigError, fields
 
 # Names that users of TRL, verl and transformers type from habit, and what they are called here.
 _ELSEWHERE = {
@@ -38,21 +38,16 @@ def nearest_key(key: str) -> str:
     known = {name: name for name, *_ in fields()}
     wanted = key.replace("-", "_")
     leaf = wanted.rsplit(".", 1)[-1]
-    names = {name.rsplit(".", 1)[-1]: name for name in known} | _ELSEWHERE | known
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # of two sections' `lr`, the first
+    names = leaves | _ELSEWHERE | known
     return names[max(names, key=lambda name: max(difflib.SequenceMatcher(None, word, name).ratio() for word in (wanted, leaf)))]
 
 
 def with_preset(values: dict) -> dict:
     """`values` over what `algorithm.name` sets; wrong types are left for pydantic to name."""
     given = values.get("algorithm", {})
-    if not isinstance(given, dict) or given.get("name", "grpo") not in PRESETS:
-        return values
-    name, rollout = given.get("name", "grpo"), values.get("rollout", {})
-    preset = dict(PRESETS[name])
-    if name == "dapo" and isinstance(rollout, dict):  # the paper's 4,096 of 20,480
-        cap = rollout.get("max_new_tokens", Rollout.max_new_tokens)
-        preset["overlong_buffer"] = cap // 5 if isinstance(cap, int) else 0
-    return values | {"algorithm": preset | given}
+    name = given.get("name", Algorithm.name) if isinstance(given, dict) else None
+    return values | {"algorithm": PRESETS[name] | given} if isinstance(name, str) and name in PRESETS else values
 
 
 def build(values: dict) -> Config:
@@ -68,6 +63,9 @@ def build(values: dict) -> Config:
             else:
                 lines.append(f"`{key}` = {problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}")
         raise ConfigError("\n".join(lines)) from None
+    if config.algorithm.name == "dapo" and "overlong_buffer" not in values["algorithm"]:  # the paper's 4,096 of 20,480
+        buffer = config.rollout.max_new_tokens // 5
+        config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, overlong_buffer=buffer))
     check(config)
     return config
 

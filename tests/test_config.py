@@ -1,4 +1,4 @@
-"""Config: a misspelt, misplaced, mistyped or impossible setting ends the run at its start (cases R6, L6)."""
+"""Config: a misspelt, misplaced, mistyped or impossible setting ends the run at its start (cases R6, L6, L8, L9)."""
 
 import dataclasses
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from config import Config, ConfigError, fields
-from settings import build, parse, to_yaml
+from config import PRESETS, Algorithm, Config, ConfigError, fields
+from settings import build, parse, to_yaml, with_preset
 
 ROOT = Path(__file__).parents[1]
 KEYS = [key for key, *_ in fields()]
@@ -21,8 +21,11 @@ ZERO_HAS_A_MEANING = {  # every other number refuses 0, which would divide by ze
     "steps", "seed", "max_staleness", "threads", "actor.kv_blocks", "actor.max_model_len", "learner.warmup_steps",
     "learner.min_lr_ratio", "learner.beta1",
     "learner.beta2", "learner.weight_decay", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip",
-    "algorithm.entropy_coef", "algorithm.kl_coef", "eval.every", "log.samples_per_step",
+    "algorithm.entropy_coef", "algorithm.kl_coef", "algorithm.gae_lambda", "algorithm.resample", "algorithm.overlong_buffer",
+    "algorithm.label_smoothing", "critic.value_clip", "critic.warmup_steps", "reward_model.weight", "eval.every", "export.every",
+    "log.samples_per_step",
 }
+MAY_BE_NEGATIVE = {"reward_model.weight"}
 
 
 def nested(key: str, value) -> dict:
@@ -189,23 +192,26 @@ def other_value(key: str):
         return next((choice for choice in typing.get_args(kind) if choice != default), default)
     special = {"log.trackers": ("wandb",), "reward.weights": (0.5,), "reward.functions": ("a.py:b",), "rollout.stop": ("\n", "é"),
                "actor.tp": 2, "actor.max_model_len": 2, "max_staleness": 1, "exact": True, "algorithm.dual_clip": 3.0,
-               "eval.every": 5,
-               "learner.min_lr_ratio": 0.1}
+               "eval.every": 5, "learner.min_lr_ratio": 0.1, "learner.parked": ("reference",)}
     if key in special:
         return special[key]
     if kind is bool:
         return not default
-    return f"{default}é: #x" if kind is str else default / 2 if kind is float else default + 1
+    return f"{default}é: #x" if kind is str else default / 2 or 0.25 if kind is float else default + 1
 
 
+ONE_CHOICE = {"placement", "actor.update_mode"}
 NEEDS = {"learner.min_lr_ratio": {"learner": {"schedule": "cosine"}}, "eval.every": {"data": {"eval_path": "x.jsonl"}},
          "actor.max_num_seqs": {"actor": {"max_num_batched_tokens": 4096}},
+         "algorithm.label_smoothing": {"algorithm": {"name": "dpo"}},
+         "algorithm.importance": {"algorithm": {"old_logprobs": "learner"}}, "critic.trunk": {"algorithm": {"advantage": "gae"}},
          "actor.max_model_len": {"data": {"max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 1}}}
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_yaml_round_trip_of_every_field(key, tmp_path):
-    """The stored config.yaml reads back to an equal Config, whatever was set; and setting a field changes it alone."""
+    """The stored config.yaml reads back to an equal Config, whatever was set; and setting a field changes it alone (a preset's
+    name: what the preset sets)."""
     values = nested(key, other_value(key))
     for section, needed in NEEDS.get(key, {}).items():
         values[section] = needed | values.get(section, {})
@@ -214,21 +220,24 @@ def test_yaml_round_trip_of_every_field(key, tmp_path):
     file.write_text(to_yaml(settings), encoding="utf-8")
     assert parse([str(file)]) == settings
     base = build(NEEDS.get(key, {}))
-    assert [k for k in KEYS if value_of(settings, k) != value_of(base, k)] in ([key], [])
+    follow = [f"algorithm.{field}" for field in PRESETS[settings.algorithm.name]] if key == "algorithm.name" else []
+    changed = {k for k in KEYS if value_of(settings, k) != value_of(base, k)}
+    assert changed == {key, *follow} or (changed == set() and key in ONE_CHOICE)
 
 
 def nonsense(key: str) -> list:
     """Values that no field of this type can mean."""
     kind = TYPES[key]
     if kind in (int, float):
-        return [-1, "many", [1], {"a": 1}, None, math.nan, math.inf, "nan"] + ([1.5, "1.5"] if kind is int else [])
+        values = ["many", [1], {"a": 1}, None, math.nan, math.inf, "nan"] + ([1.5, "1.5"] if kind is int else [])
+        return values if key in MAY_BE_NEGATIVE else [-1, *values]
     if kind is bool:
         return [2, "maybe", [True], None]
     if kind is str:
         return [3, ["a"], {"a": "b"}, None, True]
     if typing.get_origin(kind) is typing.Literal:
         return ["nonsense", ["nonsense"], typing.get_args(kind)[:1], None, 0]
-    return ["one string", 3, None, [["a"]], [None], {"a": 1}]
+    return ["one string", 3, None, [["a"]], [None], [True], {"a": 1}]
 
 
 @pytest.mark.parametrize("key, value", [(key, value) for key in KEYS for value in nonsense(key)], ids=str)
@@ -262,6 +271,84 @@ def test_r6_upper_extremes_are_refused(key, value):
     assert f"`{key}` = {value!r}" in refusal(nested(key, value))
 
 
+# --- presets
+
+
+PAPERS = {  # what distinguishes each, as its paper writes it
+    "grpo": {"loss": "clip", "advantage": "group", "advantage_std": True, "loss_mean": "sequence", "clip_low": 0.2,
+             "clip_high": 0.2},
+    "dr_grpo": {"loss": "clip", "advantage": "group", "advantage_std": False, "loss_mean": "constant"},
+    "dapo": {"loss": "clip", "advantage": "group", "clip_low": 0.2, "clip_high": 0.28, "loss_mean": "token", "kl_coef": 0.0,
+             "resample": 10, "overlong_buffer": 1},  # the default cap of 8 tokens
+    "rloo": {"loss": "clip", "advantage": "rloo", "loss_mean": "sum", "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_pp": {"loss": "clip", "advantage": "returns", "advantage_whiten": True, "gamma": 1.0, "kl_in": "reward",
+                     "kl_estimator": "k1"},
+    "gspo": {"loss": "gspo", "advantage": "group", "advantage_std": True, "clip_low": 3e-4, "clip_high": 4e-4,
+             "loss_mean": "sequence"},
+    "cispo": {"loss": "cispo", "advantage": "group", "loss_mean": "token", "clip_high": 4.0},
+    "ppo": {"loss": "clip", "advantage": "gae", "gae_lambda": 0.95, "gamma": 1.0, "advantage_whiten": True, "kl_in": "reward",
+            "kl_coef": 0.05, "clip_low": 0.2, "clip_high": 0.2},
+    "dpo": {"loss": "dpo", "kl_coef": 0.1, "label_smoothing": 0.0},
+    "reward_model": {"loss": "bradley_terry"},
+}
+
+
+@pytest.mark.parametrize("name", typing.get_args(TYPES["algorithm.name"]))
+def test_a_name_sets_its_papers_algorithm_and_leaves_the_rest(name, tmp_path):
+    """Every name has a preset; what it does not list keeps its default; the stored YAML reads back equal."""
+    settings = build({"algorithm": {"name": name}})
+    assert {field: getattr(settings.algorithm, field) for field in PAPERS[name]} == PAPERS[name]
+    untouched = {key for key in KEYS if value_of(settings, key) == value_of(Config(), key)}
+    allowed = {f"algorithm.{field}" for field in ("name", "overlong_buffer", *PRESETS[name])}
+    assert untouched >= set(KEYS) - allowed
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(settings))
+    assert parse([str(file)]) == settings and set(PRESETS) == set(PAPERS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_value_of_the_users_wins_over_the_presets(name, tmp_path):
+    """Also when it is the field's default, and when file and command line give it in turn; the table itself stays as it is."""
+    before = json.dumps(PRESETS)
+    for field in PRESETS[name]:
+        default = getattr(Algorithm, field)
+        given = {"name": name, field: default} | ({"kl_coef": 0.3} if field == "kl_coef" and name == "dpo" else {})
+        assert getattr(build({"algorithm": given}).algorithm, field) == given[field]
+    file = tmp_path / "x.yaml"
+    file.write_text("algorithm: {clip_high: 0.25}\n")
+    assert parse([str(file), f"algorithm.name={name}"]).algorithm.clip_high == 0.25
+    assert parse([f"algorithm.name={name}", "algorithm.clip_high=0.3", "algorithm.clip_high=0.2"]).algorithm.clip_high == 0.2
+    assert json.dumps(PRESETS) == before
+
+
+@pytest.mark.parametrize("cap, buffer", [(20480, 4096), (20, 4), (20.0, 4), ("20", 4), (4, 0), (1, 0)])
+def test_dapos_overlong_buffer_is_a_fifth_of_the_response_limit(cap, buffer, tmp_path):
+    """The paper's 4,096 of 20,480, however the limit is written; a given buffer wins, 0 too; the stored one is not made anew."""
+    values = {"algorithm": {"name": "dapo"}, "rollout": {"max_new_tokens": cap}}
+    settings, file = build(values), tmp_path / "config.yaml"
+    assert settings.algorithm.overlong_buffer == buffer
+    for mine in (0, 1):
+        assert build(values | {"algorithm": {"name": "dapo", "overlong_buffer": mine}}).algorithm.overlong_buffer == mine
+    file.write_text(to_yaml(settings))
+    assert parse([str(file), "rollout.max_new_tokens=30000"]).algorithm.overlong_buffer == buffer
+    assert build(values | {"algorithm": {"name": "grpo"}}).algorithm.overlong_buffer == 0
+
+
+@pytest.mark.parametrize("name", ["ppoo", "DAPO", "", "r1"])
+def test_an_unknown_algorithm_lists_the_known_ones(name):
+    """One line with every name; not a run of the default."""
+    message = refusal({"algorithm": {"name": name}})
+    assert message.startswith(f"`algorithm.name` = {name!r}") and len(message.splitlines()) == 1
+    assert all(f"'{known}'" in message for known in PRESETS)
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"algorithm": {}}, {"algorithm": None}, {"algorithm": "dapo"}, {"algorithm": {"name": [1]}}], ids=str)
+def test_a_preset_adds_nothing_to_what_it_cannot_read(values):
+    """Wrong types reach pydantic, which names them; no section at all is grpo."""
+    assert with_preset(values) == (values or {"algorithm": {}})
+
+
 # --- combinations
 
 
@@ -282,9 +369,29 @@ def test_r6_upper_extremes_are_refused(key, value):
     ({"reward": {"functions": []}}, ["`reward.functions` is empty", "name at least one"]),
     ({"eval": {"every": 3}}, ["`eval.every` = 3", "`data.eval_path`"]),
     ({"exact": True, "model": {"dtype": "bfloat16"}}, ["`exact`", "`model.dtype` = float32", "bfloat16"]),
+    ({"rollout": {"samples_per_prompt": 1}, "algorithm": {"name": "rloo"}}, ["`rollout.samples_per_prompt` = 1", "rloo"]),
+    ({"algorithm": {"name": "gspo", "dual_clip": 3}}, ["`algorithm.dual_clip` = 3", "`algorithm.loss` = gspo", "set 0"]),
+    ({"algorithm": {"name": "cispo", "dual_clip": 3}}, ["`algorithm.dual_clip` = 3", "`algorithm.loss` = cispo"]),
+    *[({"algorithm": {"importance": way}}, [f"`algorithm.importance` = {way}", "`algorithm.old_logprobs` = learner"])
+      for way in typing.get_args(TYPES["algorithm.importance"])[1:]],
+    ({"algorithm": {"importance_cap": 0.9}}, ["`algorithm.importance_cap` = 0.9", "below 1", "raise it"]),
+    ({"algorithm": {"overlong_buffer": 9}}, ["`algorithm.overlong_buffer` = 9", "`rollout.max_new_tokens` = 8", "lower it"]),
+    ({"algorithm": {"name": "dpo", "kl_coef": 0}}, ["`algorithm.kl_coef` = 0", "dpo's beta", "positive"]),
+    ({"algorithm": {"loss": "ipo"}}, ["`algorithm.kl_coef` = 0", "ipo's beta"]),
+    ({"algorithm": {"label_smoothing": 0.1}}, ["`algorithm.label_smoothing` = 0.1", "`algorithm.loss` = clip", "set 0"]),
+    ({"algorithm": {"loss": "ipo", "kl_coef": 0.1, "label_smoothing": 0.1}}, ["`algorithm.label_smoothing` = 0.1", "ipo"]),
+    ({"algorithm": {"name": "ppo", "resample": 2}}, ["`algorithm.resample` = 2", "`algorithm.advantage` = group"]),
+    ({"algorithm": {"name": "dapo"}, "reward_model": {"path": "rm"}}, ["`algorithm.resample` = 10", "reward model", "set 0"]),
+    ({"critic": {"trunk": "shared"}}, ["`critic.trunk` = shared", "`algorithm.advantage` = group", "remove it"]),
+    *[({"algorithm": {"name": "ppo"}, "critic": {"trunk": "shared"} | critic, "learner": learner}, ["`critic.trunk` = shared", key])
+      for critic, learner, key in (({"path": "x"}, {}, "`critic.path`"), ({"warmup_steps": 1}, {}, "`critic.warmup_steps`"),
+                                   ({}, {"parked": ["critic"]}, "`learner.parked`"))],
+    ({"algorithm": {"name": "dpo", "entropy_coef": 0.1}}, ["`algorithm.loss` = dpo", "`algorithm.entropy_coef`", "remove"]),
+    ({"algorithm": {"name": "reward_model"}, "reward_model": {"path": "rm"}}, ["bradley_terry", "`reward_model.path`", "remove"]),
+    ({"algorithm": {"name": "dpo"}, "eval": {"keep_best": True}}, ["`algorithm.loss` = dpo", "`eval.keep_best`"]),
 ], ids=lambda value: str(value)[:60])
 def test_l6_combinations_that_cannot_work_are_refused(values, parts):
-    """L6 (one sample a prompt: NaN advantages), L8's dual clip <= 1, and the others: field, value and fix are named."""
+    """L6 (one sample a prompt: NaN advantages), L8's dual clip <= 1, L9's buffer, and others: field, value and fix are named."""
     message = refusal(values)
     assert all(part in message for part in parts) and len(message.splitlines()) == 1
 
@@ -293,7 +400,15 @@ def test_l6_combinations_that_cannot_work_are_refused(values, parts):
     {"rollout": {"samples_per_prompt": 2}}, {"algorithm": {"dual_clip": 1.01}}, {"algorithm": {"dual_clip": 0}},
     {"actor": {"max_num_seqs": 8, "max_num_batched_tokens": 8}}, {"learner": {"warmup_steps": 5}, "steps": 5},
     {"learner": {"warmup_steps": 5}, "steps": 0}, {"learner": {"min_lr_ratio": 0.1, "schedule": "linear"}},
-    {"reward": {"weights": [1]}}, {"eval": {"every": 3}, "data": {"eval_path": "x.jsonl"}}, {"exact": True}], ids=str)
+    {"reward": {"weights": [1]}}, {"eval": {"every": 3}, "data": {"eval_path": "x.jsonl"}}, {"exact": True},
+    {"rollout": {"samples_per_prompt": 1}, "algorithm": {"name": "ppo"}},
+    {"rollout": {"samples_per_prompt": 1}, "algorithm": {"name": "reinforce_pp"}},
+    {"rollout": {"samples_per_prompt": 1}, "algorithm": {"name": "dpo"}}, {"algorithm": {"name": "ppo", "dual_clip": 3}},
+    {"algorithm": {"importance": "token_mask", "old_logprobs": "learner"}}, {"algorithm": {"importance_cap": 1}},
+    {"algorithm": {"overlong_buffer": 8}}, {"algorithm": {"loss": "ipo", "kl_coef": 1e-3}},
+    {"algorithm": {"name": "dapo", "resample": 0}, "reward_model": {"path": "rm"}},
+    {"algorithm": {"name": "ppo"}, "critic": {"trunk": "shared"}},
+    {"algorithm": {"name": "ppo"}, "critic": {"path": "x", "warmup_steps": 1}, "learner": {"parked": ["critic"]}}], ids=str)
 def test_the_nearest_allowed_combination_is_allowed(values):
     """The other side of each bound above; a check that refuses everything would pass the test before."""
     assert build(values)
@@ -307,6 +422,13 @@ def test_every_broken_combination_is_named_at_once():
 def test_world_size_counts_every_rank():
     """torchrun must start learner.replicas x shards + actor.replicas x tp processes."""
     assert build({"learner": {"replicas": 2, "shards": 3}, "actor": {"replicas": 5}}).world_size == 11
+
+
+@pytest.mark.parametrize("name, world", [("grpo", 11), ("ppo", 11), ("dpo", 6), ("reward_model", 6)])
+def test_pairs_need_no_actors(name, world):
+    """Without rollouts only the learner's ranks are started."""
+    settings = build({"learner": {"replicas": 2, "shards": 3}, "actor": {"replicas": 5}, "algorithm": {"name": name}})
+    assert (settings.world_size, settings.actor_ranks, settings.offline) == (world, world - 6, world == 6)
 
 
 def test_shipped_configs_parse():

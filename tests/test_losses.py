@@ -1,106 +1,16 @@
-"""Losses, advantages, token weights (L1-L4, L6-L8, L13); the chunked logprob against the float64 textbook (L2, E1, E5)."""
+"""The losses of rollouts and the value loss (L7, L8, L11) against a naive float64 version on padded matrices."""
 
-import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from config import Algorithm, ConfigError
-from kernels.logprob import Head, chosen_logprobs, log_probs
-from losses import Tokens, clipped_surrogate, group_advantages, grpo, kl, token_weight
+from config import PRESETS, Algorithm, ConfigError
+from losses import LOSSES, Tokens, clipped_surrogate, importance_weights, kl, objective, token_weight, value_loss
 from settings import build
-
-ALGORITHM = Algorithm()
-
-
-def weighted(sequences: list[list[float]], mean: str, cap: int = 4) -> list[list[float]]:
-    """Each sequence's token losses times the weight that the learner gives them, from the global counts."""
-    tokens = sum(map(len, sequences))
-    return [[loss * token_weight(mean, len(losses), tokens, len(sequences), cap) for loss in losses] for losses in sequences]
-
-
-# --- L1, L2: means
-
-
-@pytest.mark.parametrize("mean, right", [("token", 1.4), ("sequence", 2.0), ("constant", 0.875), ("sum", 3.5)])
-def test_l2_each_mean_of_two_sequences(mean, right):
-    """L2: losses [[1,1,1,1],[3]], max length 4: the four means are 1.4, 2.0, 0.875 and 3.5, and not each other's."""
-    assert sum(map(sum, weighted([[1, 1, 1, 1], [3]], mean))) == pytest.approx(right, rel=1e-12)
-
-
-def test_l1_token_mean_over_micro_batches_is_global():
-    """L1: {1,1,1} in one micro-batch and {3} in another is 1.5, not the mean of means 2.0."""
-    first, second = weighted([[1, 1, 1], [3]], "token")
-    assert sum(first) + sum(second) == 1.5
-
-
-@pytest.mark.parametrize("mean", ["token", "sequence", "constant", "sum"])
-def test_token_weights_give_the_same_total_for_every_split(mean):
-    """L1: all 15 ways to split four sequences over micro-batches add up to the textbook mean."""
-    sequences, cap = [[0.3, -1.2], [2.0] * 5, [0.7, 0.1, 0.4], [-0.9]], 7
-    textbook = {"token": sum(map(sum, sequences)) / 11, "sequence": sum(sum(s) / len(s) for s in sequences) / 4,
-                "constant": sum(sum(s) / cap for s in sequences) / 4, "sum": sum(map(sum, sequences)) / 4}[mean]
-    parts = [sum(part) for part in weighted(sequences, mean, cap)]
-    splits = {frozenset(tuple(i for i in range(4) if place[i] == micro) for micro in range(4))
-              for place in itertools.product(range(4), repeat=4)}
-    assert len(splits) == 15
-    for split in splits:
-        assert math.fsum(math.fsum(parts[i] for i in micro) for micro in split) == pytest.approx(textbook, rel=1e-12)
-
-
-@pytest.mark.parametrize("mean", ["token", "sequence", "constant", "sum"])
-def test_l11_no_contributing_tokens_is_weight_zero(mean):
-    """L11: everything masked, or a response of length 0: weight 0 and no division by zero."""
-    assert token_weight(mean, 3, 0, 0, 4) == 0.0 and token_weight(mean, 0, 0, 0, 4) == 0.0
-    assert token_weight(mean, 0, 5, 2, 4) == 0.0
-
-
-# --- L3, L4, L13: advantages
-
-
-@pytest.mark.parametrize("rewards", [[0.35] * 8, [0.7] * 8, [0.1] * 3, [-1e6] * 5, [0.0] * 4, [1e-30] * 4,
-                                     [0.1 + 0.2, 0.3, 0.3, 0.3]], ids=str)
-@pytest.mark.parametrize("use_std", [True, False])
-def test_l3_equal_rewards_give_exactly_zero(rewards, use_std):
-    """L3: the std of eight times 0.35 is not 0 in floating point; dividing by it makes advantages of 0.71 out of noise."""
-    assert group_advantages(rewards, use_std) == [0.0] * len(rewards)
-
-
-def test_l4_advantages_by_prompt():
-    """L4: [1,0,0,0] and [1,1,1,1] (ddof 1), also where the two prompts' samples arrive interleaved."""
-    assert group_advantages([1, 0, 0, 0], True) == [1.5, -0.5, -0.5, -0.5]
-    assert group_advantages([1, 1, 1, 1], True) == [0.0] * 4
-    rewards, prompts = [1, 1, 0, 1, 0, 1, 0, 1], [0, 1] * 4
-    got = {prompt: group_advantages([r for r, p in zip(rewards, prompts, strict=True) if p == prompt], True) for prompt in (0, 1)}
-    assert got == {0: [1.5, -0.5, -0.5, -0.5], 1: [0.0] * 4}
-
-
-def test_advantages_without_std_and_of_real_numbers():
-    """Dr.GRPO only centres; neither version changes with the order of samples or a constant added to the rewards."""
-    assert group_advantages([1, 0, 0, 0], False) == [0.75, -0.25, -0.25, -0.25]
-    rewards = [0.25, -1.5, 3.0, 0.5]
-    mean = sum(rewards) / 4
-    std = (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5
-    assert group_advantages(rewards, True) == pytest.approx([(r - mean) / std for r in rewards], rel=1e-12)
-    assert group_advantages([r + 8 for r in rewards], True) == pytest.approx(group_advantages(rewards, True), rel=1e-12)
-    assert group_advantages(rewards[::-1], True) == group_advantages(rewards, True)[::-1]
-
-
-def test_l13_unscored_samples_do_not_count():
-    """L13: [1, None, 0, None] has mean .5 over the scored; None gets 0 and is not a reward of 0 in disguise."""
-    assert group_advantages([1, None, 0, None], False) == [0.5, 0.0, -0.5, 0.0]
-    assert group_advantages([1, None, 0, None], True) == pytest.approx([0.5**0.5, 0, -(0.5**0.5), 0], rel=1e-12)
-    for rewards in ([None] * 3, [None, 1.0, None], [1.0], []):
-        assert group_advantages(rewards, True) == [0.0] * len(rewards)
-
-
-def test_l6_one_sample_per_prompt_is_refused():
-    """L6: a group of one has no spread: refused at start, instead of NaN advantages."""
-    with pytest.raises(ConfigError, match="`rollout.samples_per_prompt` = 1"):
-        build({"rollout": {"samples_per_prompt": 1}})
-
 
 # --- L7: KL
 
@@ -161,172 +71,252 @@ def test_l8_dual_clip_of_at_most_one_is_refused(dual_clip):
         build({"algorithm": {"dual_clip": dual_clip}})
 
 
-# --- grpo as a whole
+# --- the textbook: padded matrices, one token at a time
 
 
-def textbook_grpo(logps, old, advantages, entropies, ref, a: Algorithm):
-    """Token by token in float64, with Python's own min and max."""
-    losses = []
-    for i in range(len(logps)):
-        ratio, advantage = (logps[i] - old[i]).exp(), advantages[i].item()
-        surrogate = min(ratio * advantage, min(max(ratio, torch.tensor(1 - a.clip_low).double()), 1 + a.clip_high) * advantage)
-        if a.dual_clip and advantage < 0:
-            surrogate = max(surrogate, torch.tensor(a.dual_clip * advantage).double())
-        loss = -surrogate - a.entropy_coef * entropies[i]
-        if ref is not None:
-            gap = logps[i] - ref[i]
-            loss = loss + a.kl_coef * {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[a.kl_estimator]
-        losses.append(loss)
-    return torch.stack(losses)
+CAP = 6  # longest response
+LENGTHS = [3, 6, 0, 1, 4, 6, 5]
+FLOAT64, FLOAT32 = (torch.float64, 1e-12), (torch.float32, 3e-6)  # and the tolerance, absolute and relative
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def batch(lengths: list[int], seed: int, spread: float = 0.5) -> dict[str, torch.Tensor]:
+    """Padded [N, CAP] matrices with NaN behind each row's end; every number is exact in fp32."""
+    g = torch.Generator().manual_seed(seed)
+    shape, outside = (len(lengths), CAP), torch.arange(CAP) >= torch.tensor(lengths)[:, None]
+    rollout = -3 * torch.rand(shape, generator=g)
+    old = rollout + spread * torch.randn(shape, generator=g)
+    rows = {"rollout": rollout, "old": old, "logps": old + spread * torch.randn(shape, generator=g),
+            "ref": old + spread * torch.randn(shape, generator=g), "entropies": torch.rand(shape, generator=g),
+            "advantages": torch.randn(shape, generator=g).round(decimals=1)}
+    return {name: values.masked_fill(outside, torch.nan) for name, values in rows.items()}
+
+
+def textbook(rows: dict[str, torch.Tensor], lengths: list[int], a: Algorithm, with_ref: bool) -> torch.Tensor:
+    """The step's loss."""
+    total, tokens, sequences = torch.zeros((), dtype=torch.float64), sum(lengths), sum(length > 0 for length in lengths)
+    for n, length in enumerate(lengths):
+        logps, old, rollout, ref, entropies, advantages = (
+            [rows[name][n, t] for t in range(length)] for name in ("logps", "old", "rollout", "ref", "entropies", "advantages"))
+        for t in range(length):
+            A = advantages[t].item()
+            ratio = (logps[t] - old[t]).exp()
+            if a.loss == "gspo":
+                ratio = (sum(logps[u] - old[u] for u in range(length)) / length).exp()
+            if a.loss == "cispo":
+                loss = -min(ratio.item(), 1 + a.clip_high) * A * logps[t]
+            else:
+                clipped = 1 - a.clip_low if ratio < 1 - a.clip_low else 1 + a.clip_high if ratio > 1 + a.clip_high else ratio
+                surrogate = min(ratio * A, clipped * A)
+                if a.dual_clip and A < 0 and surrogate < a.dual_clip * A:
+                    surrogate = a.dual_clip * A
+                loss = -surrogate
+            if a.importance != "none":
+                level, way = a.importance.split("_")
+                weight = 1.0
+                for u in range(length) if level == "sequence" else [t]:
+                    weight *= (old[u] - rollout[u]).exp().item()
+                if way == "truncate":
+                    weight = min(weight, a.importance_cap)
+                elif weight > a.importance_cap or weight < 1 / a.importance_cap:
+                    weight = 0.0
+                loss = loss * weight
+            if with_ref and a.kl_in == "loss":
+                gap = logps[t] - ref[t]
+                loss = loss + a.kl_coef * {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[a.kl_estimator]
+            loss = loss - a.entropy_coef * entropies[t]
+            total = total + loss / {"token": tokens, "sequence": sequences * length, "constant": sequences * CAP,
+                                    "sum": sequences}[a.loss_mean]
+    return total
+
+
+def packed(rows: dict[str, torch.Tensor], lengths: list[int], with_ref: bool = False) -> Tokens:
+    """The same tokens behind each other, as losses take them."""
+    inside = torch.arange(CAP) < torch.tensor(lengths, dtype=torch.long)[:, None]
+    flat = {f"{name}_R": values[inside] for name, values in rows.items()}
+    return Tokens(flat["logps_R"], flat["old_R"], flat["advantages_R"], flat["entropies_R"], lengths, flat["rollout_R"],
+                  flat["ref_R"] if with_ref else None)
+
+
+def step_loss(tokens: Tokens, a: Algorithm) -> torch.Tensor:
+    """Weighted as the learner does it, from global counts."""
+    count, sequences = sum(tokens.lengths), sum(length > 0 for length in tokens.lengths)
+    weights = [token_weight(a.loss_mean, length, count, sequences, CAP) for length in tokens.lengths for _ in range(length)]
+    return (objective(tokens, a)[0] * torch.tensor(weights, dtype=tokens.logps_R.dtype)).sum()
+
+
+def compare(lengths: list[int], seed: int, a: Algorithm, with_ref: bool, precision: tuple, spread: float = 0.5) -> None:
+    """Value, and gradients in logprobs and entropies."""
+    (dtype, tolerance), results = precision, []
+    for kind, loss_of in ((torch.float64, textbook), (dtype, lambda rows, *rest: step_loss(packed(rows, lengths, with_ref), a))):
+        rows = {name: values.to(kind) for name, values in batch(lengths, seed, spread).items()}
+        leaves = [rows["logps"].requires_grad_(), rows["entropies"].requires_grad_()]
+        loss = loss_of(rows, lengths, a, with_ref)
+        loss = loss + 0.0 * sum(leaf.nan_to_num().sum() for leaf in leaves)  # has a gradient, if only of zeros
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for right, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), right, atol=tolerance, rtol=tolerance)
+
+
+ALGORITHMS = st.builds(
+    Algorithm, loss=st.sampled_from(["clip", "gspo", "cispo"]), clip_low=st.sampled_from([0.0, 0.1, 0.2]),
+    clip_high=st.sampled_from([0.0, 0.28, 4.0]), dual_clip=st.sampled_from([0.0, 1.2, 3.0]),
+    importance=st.sampled_from(["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]),
+    importance_cap=st.sampled_from([1.0, 1.5, 2.0]), entropy_coef=st.sampled_from([0.0, 0.01]),
+    kl_coef=st.sampled_from([0.0, 0.1]), kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    kl_in=st.sampled_from(["loss", "reward"]), loss_mean=st.sampled_from(["token", "sequence", "constant", "sum"]))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, CAP), max_size=5), st.integers(0, 999), ALGORITHMS, st.booleans())
+def test_every_loss_equals_the_textbook(lengths, seed, algorithm, with_ref):
+    """Any loss, importance weight, KL, mean and clip, on sequences of 0 to 6 tokens: value and gradients within 1e-12."""
+    compare(lengths, seed, algorithm, with_ref, FLOAT64)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PRESETS if name not in ("dpo", "reward_model")))
+@pytest.mark.parametrize("seed", range(3))
+def test_presets_in_fp32_equal_the_textbook(name, seed):
+    """What the learner computes in is fp32: within 3e-6 of the float64 loop, at the preset's own clips and mean."""
+    algorithm = build({"algorithm": {"name": name, "entropy_coef": 0.01}}).algorithm
+    spread = 1e-3 if name == "gspo" else 3.0 if name == "cispo" else 0.5  # so that some tokens clip and some do not
+    compare(LENGTHS, seed, algorithm, True, FLOAT32, spread)
+    clipped = objective(packed(batch(LENGTHS, seed, spread), LENGTHS), algorithm)[1]["clipped"]
+    assert 0 < clipped.sum() < sum(LENGTHS)
+
+
+# --- single properties
+
+
+def one(logp: float, old: float, advantage: float, **more) -> Tokens:
+    """A response of one token."""
+    fields = {name: torch.tensor([value]) for name, value in more.items()}
+    return Tokens(torch.tensor([logp], requires_grad=True), torch.tensor([old]), torch.tensor([advantage]), torch.zeros(1), [1],
+                  **fields)
+
+
+def test_gspo_takes_the_geometric_mean_of_a_sequences_ratios():
+    """Ratios e^.3 and e^-.1 of two tokens: both get e^.1, and half of the slope each; the neighbour of one token keeps its own."""
+    logps = torch.tensor([-0.7, -1.1, -2.0], requires_grad=True)
+    tokens = Tokens(logps, torch.tensor([-1.0, -1.0, -1.8]), torch.ones(3), torch.zeros(3), [2, 1])
+    losses, _ = objective(tokens, Algorithm(loss="gspo", clip_low=0.5, clip_high=0.5))
+    s, s2 = math.exp(0.1), math.exp(-0.2)
+    assert losses.tolist() == pytest.approx([-s, -s, -s2], rel=1e-6)
+    assert torch.autograd.grad(losses.sum(), logps)[0].tolist() == pytest.approx([-s, -s, -s2], rel=1e-6)
+
+
+def test_cispo_keeps_the_gradient_of_every_token():
+    """Ratio e^2 with clip_high 4: weight 5, slope -5 A, where PPO's clip would leave none; no lower bound on the weight."""
+    for gap, A, weight in [(2.0, 1.0, 5.0), (2.0, -1.0, 5.0), (-3.0, 1.0, math.exp(-3)), (0.5, 2.0, math.exp(0.5))]:
+        tokens = one(-1.0 + gap, -1.0, A)
+        losses, stats = objective(tokens, Algorithm(loss="cispo", clip_high=4.0))
+        assert torch.autograd.grad(losses.sum(), tokens.logps_R)[0].item() == pytest.approx(-weight * A, rel=1e-6)
+        assert stats["clipped"].item() == float(gap == 2.0)
+
+
+@pytest.mark.parametrize("importance, right", [
+    ("token_truncate", [2.5, 0.25, 1.5, 2.0]), ("token_mask", [0.0, 0.0, 1.5, 2.0]),
+    ("sequence_truncate", [0.75, 0.75, 2.5, 2.5]), ("sequence_mask", [0.75, 0.75, 0.0, 0.0])])
+def test_importance_weights_of_two_sequences(importance, right):
+    """Weights 3, 1/4 | 1.5, 2 with cap 2.5: cut or dropped, by token or by the sequence's product 3/4 | 3; without a gradient."""
+    old = torch.tensor([3.0, 0.25, 1.5, 2.0]).log().requires_grad_()
+    tokens = Tokens(torch.zeros(4), old, torch.ones(4), torch.zeros(4), [2, 2], torch.zeros(4))
+    weights = importance_weights(tokens, Algorithm(importance=importance, importance_cap=2.5))
+    assert weights.tolist() == pytest.approx(right, rel=1e-6) and not weights.requires_grad
+
+
+def test_sequence_mask_drops_a_whole_sequence():
+    """The product 6 is beyond the cap, though one of the two tokens is not; the other sequence stays."""
+    old = torch.tensor([3.0, 2.0, 0.9]).log()
+    tokens = Tokens(old.clone().requires_grad_(), old, torch.ones(3), torch.zeros(3), [2, 1], torch.zeros(3))
+    losses, stats = objective(tokens, Algorithm(importance="sequence_mask", importance_cap=5.0))
+    assert stats["importance"].tolist() == pytest.approx([0, 0, 0.9]) and losses.tolist() == pytest.approx([0, 0, -0.9])
+
+
+def test_the_importance_weight_leaves_kl_and_entropy_alone():
+    """A masked token loses its policy loss, and is still held to the reference."""
+    tokens = one(-1.0, -1.0, 1.0, rollout_logps_R=-9.0, ref_logps_R=-1.5)
+    losses, stats = objective(tokens, Algorithm(importance="token_mask", kl_coef=0.1, kl_estimator="k2"))
+    assert stats["importance"].item() == 0 and losses.item() == pytest.approx(0.1 * 0.125)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_l11_an_empty_micro_batch_gives_nothing_and_a_zero_gradient(loss):
+    """L11: a rank without sequences still runs forward and backward, or the others wait for it."""
+    empty = torch.zeros(0)
+    logps = torch.zeros(0, requires_grad=True)
+    tokens = Tokens(logps, empty, empty, empty, [], empty, empty)
+    losses, stats = objective(tokens, Algorithm(loss=loss, importance="sequence_mask", kl_coef=0.1, entropy_coef=0.1))
+    losses.sum().backward()
+    assert losses.shape == logps.grad.shape == (0,) and all(values.shape == (0,) for values in stats.values())
+
+
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 @pytest.mark.parametrize("with_ref", [True, False])
-def test_grpo_against_a_loop_in_float64(estimator, dual_clip, with_ref):
-    """Loss within 1e-6 and gradients in logps and entropies within 1e-6 of the loop's, over 200 tokens of every kind."""
-    g = torch.Generator().manual_seed(0)
-    old, advantages = -3 * torch.rand(200, generator=g), torch.randn(200, generator=g).round(decimals=1)
-    logps = (old + 0.5 * torch.randn(200, generator=g)).requires_grad_()
-    entropies, ref = torch.rand(200, generator=g).requires_grad_(), old + 0.3 * torch.randn(200, generator=g) if with_ref else None
-    algorithm = Algorithm(clip_high=0.3, dual_clip=dual_clip, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.01)
-    losses, statistics = grpo(Tokens(logps, old, advantages, entropies, ref), algorithm)
-    gradients = torch.autograd.grad(losses.sum(), [logps, entropies])
-    doubles = [x.detach().double().requires_grad_() for x in (logps, entropies)]
-    ref_double = None if ref is None else ref.double()
-    right = textbook_grpo(doubles[0], old.double(), advantages.double(), doubles[1], ref_double, algorithm)
-    torch.testing.assert_close(losses.double(), right, atol=1e-6, rtol=1e-6)
-    for got, wanted in zip(gradients, torch.autograd.grad(right.sum(), doubles), strict=True):
-        torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-6)
-    ratio = (logps.detach() - old).exp()
-    binds = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
+def test_statistics_of_a_clipped_loss(dual_clip, with_ref):
+    """`clipped` where the ratio leaves the range on the side that binds; `kl` to the reference, else from the sampling policy."""
+    lengths = [CAP] * 40
+    tokens = packed(batch(lengths, 1), lengths, with_ref)
+    tokens.logps_R.requires_grad_()
+    algorithm = Algorithm(clip_high=0.3, dual_clip=dual_clip, kl_estimator="k2")
+    _, stats = objective(tokens, algorithm)
+    ratio, A = (tokens.logps_R.detach() - tokens.old_logps_R).exp(), tokens.advantages_R
+    binds = ((A > 0) & (ratio > 1.3)) | ((A < 0) & (ratio < 0.8))
     if dual_clip:
-        binds |= (advantages < 0) & (ratio > dual_clip)
-    assert torch.equal(statistics["clipped"], binds.float()) and 10 < binds.sum() < 190
+        binds |= (A < 0) & (ratio > dual_clip)
+    assert torch.equal(stats["clipped"], binds.float()) and 10 < binds.sum() < 200
     # Without a reference: the drift from the policy that sampled, KL(old || new), whose samples these are.
-    drift = kl(old, logps.detach(), "k3") if ref is None else kl(logps.detach(), ref, estimator)
-    assert torch.equal(statistics["kl"], drift) and not statistics["kl"].requires_grad
+    gap = tokens.logps_R.detach() - (tokens.ref_logps_R if with_ref else tokens.old_logps_R)
+    right = gap**2 / 2 if with_ref else gap.exp() - 1 - gap
+    torch.testing.assert_close(stats["kl"], right, atol=1e-6, rtol=1e-5)
+    assert not stats["kl"].requires_grad
 
 
-def test_grpo_stays_finite_where_the_policy_has_moved_100_nats():
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_losses_stay_finite_where_the_policy_has_moved_100_nats(loss):
     """A ratio of e^100 is inf in fp32, and inf * 0 is NaN for the whole batch's gradient."""
-    logps = torch.tensor([-100.0, 0.0, -100.0, 0.0], requires_grad=True)
-    tokens = Tokens(logps, torch.tensor([0.0, -100.0, 0.0, -100.0]), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.zeros(4))
-    losses, statistics = grpo(tokens, ALGORITHM)
-    assert losses.isfinite().all() and torch.autograd.grad(losses.sum(), logps)[0].isfinite().all()
-    assert statistics["kl"].isfinite().all()
+    logps, old = torch.tensor([-100.0, 0.0, -100.0, 0.0], requires_grad=True), torch.tensor([0.0, -100.0, 0.0, -100.0])
+    tokens = Tokens(logps, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.zeros(4), [1] * 4, -100 - old)
+    for importance in ("none", "token_truncate", "sequence_mask"):
+        losses, stats = objective(tokens, Algorithm(loss=loss, importance=importance))
+        assert losses.isfinite().all() and torch.autograd.grad(losses.sum(), logps)[0].isfinite().all()
+        assert all(values.isfinite().all() for values in stats.values())
 
 
-def test_on_policy_gradient_is_minus_the_advantage():
-    """Ratio 1 exactly: loss -A, d loss/d logp -A, kl 0, nothing clipped."""
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_on_policy_gradient_is_minus_the_advantage(loss):
+    """Ratio 1 exactly: every loss is REINFORCE there; kl 0, nothing clipped."""
     logps, advantages = torch.tensor([-0.3, -2.0, -0.7], requires_grad=True), torch.tensor([1.5, -0.5, 0.0])
-    losses, statistics = grpo(Tokens(logps, logps.detach().clone(), advantages, torch.zeros(3)), Algorithm(dual_clip=3.0))
-    assert losses.tolist() == [-1.5, 0.5, 0.0] and torch.autograd.grad(losses.sum(), logps)[0].tolist() == [-1.5, 0.5, 0.0]
-    assert statistics["kl"].tolist() == statistics["clipped"].tolist() == [0.0] * 3
+    algorithm = Algorithm(loss=loss, dual_clip=3.0 if loss == "clip" else 0.0)
+    losses, stats = objective(Tokens(logps, logps.detach().clone(), advantages, torch.zeros(3), [1, 1, 1]), algorithm)
+    assert torch.autograd.grad(losses.sum(), logps)[0].tolist() == [-1.5, 0.5, 0.0]
+    assert stats["kl"].tolist() == stats["clipped"].tolist() == [0.0] * 3
 
 
-# --- chunked logprobs
+def test_kl_in_the_reward_is_not_in_the_loss_as_well():
+    """It would act twice."""
+    tokens = one(-1.0, -1.0, 1.0, ref_logps_R=-1.5)
+    in_reward = Algorithm(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    assert objective(tokens, in_reward)[0].item() == -1.0
+    assert objective(tokens, replace(in_reward, kl_in="loss"))[0].item() == pytest.approx(-0.95)
 
 
-def textbook_logprobs(hidden, weight, targets, temperature, vocab):
-    """Logits of the real vocabulary, softmax, log; in float64."""
-    logp = torch.log_softmax(hidden @ weight[:vocab].T / temperature, -1)
-    return logp[torch.arange(len(targets)), targets], -(logp.exp() * logp).sum(-1)
+# --- values
 
 
-@pytest.mark.parametrize("rows, width, vocab, head", [(5, 12, 123, 123), (5, 12, 120, 123), (1, 3, 7, 8), (13, 5, 33, 64)])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_l2_chunked_logprobs_equal_the_textbook(rows, width, vocab, head, chunk, temperature):
-    """L2: value, entropy and both gradients on odd shapes, chunks that do and do not divide, a head larger than the vocabulary."""
-    g = torch.Generator().manual_seed(rows)
-    hidden, weight = torch.randn(rows, width, generator=g), torch.randn(head, width, generator=g)
-    targets = torch.randint(vocab, (rows,), generator=g)
-    pull = torch.randn(2, rows, generator=g)  # gradients that arrive at logprobs and entropies
-    results = []
-    for function, kind in ((textbook_logprobs, torch.float64), (chosen_logprobs, torch.float32)):
-        h, w = hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()
-        settings = (Head(temperature, vocab, chunk),) if kind == torch.float32 else (temperature, vocab)
-        logps, entropies = function(h, w, targets, *settings)
-        assert logps.dtype == entropies.dtype == kind and logps.shape == entropies.shape == (rows,)
-        each = [torch.autograd.grad((pull[i].to(kind) * x).sum(), [h, w], retain_graph=True)
-                for i, x in enumerate((logps, entropies))]
-        both = torch.autograd.grad((pull[0].to(kind) * logps + pull[1].to(kind) * entropies).sum(), [h, w])
-        results.append([logps, entropies, *each[0], *each[1], *both])
-    for right, got in zip(*results, strict=True):
-        assert (got.double() - right).abs().max() <= 3e-6 * max(1, right.abs().max()), (got.double() - right).abs().max()
-    assert all(got[vocab:].eq(0).all() for got in results[1][3::2]), "a row beyond the tokenizer has a gradient"
-
-
-def test_chosen_logprobs_of_no_rows():
-    """L11: an empty micro-batch still takes part: empty results, zero gradients."""
-    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
-    logps, entropies = chosen_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), Head(1.0, 6, 8))
-    (logps.sum() + entropies.sum()).backward()
-    assert logps.shape == (0,) and weight.grad.eq(0).all() and hidden.grad.shape == (0, 4)
-
-
-def test_chosen_logprobs_in_bf16_are_fp32_from_the_logits_on():
-    """Logits that bf16 holds exactly (multiples of 1/2 up to 32): a softmax or a sum in bf16 would be off by 1e-2, not 1e-5."""
-    g = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randint(-1, 2, (9, 32), generator=g), torch.randint(-2, 3, (500, 32), generator=g) / 2
-    targets = torch.randint(500, (9,), generator=g)
-    got = chosen_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, Head(0.7, 500, 4))
-    for mine, right in zip(got, textbook_logprobs(hidden.double(), weight.double(), targets, 0.7, 500), strict=True):
-        assert mine.dtype == torch.float32 and (mine - right).abs().max() <= 1e-5
-
-
-def test_e1_logits_two_and_zero_at_temperature_one_half():
-    """E1: logprob of token 0 is -0.018150, entropy .090095; at T 1 the entropy is .365334."""
-    hidden, weight, target = torch.ones(1, 1), torch.tensor([[2.0], [0.0]]), torch.tensor([0])
-    logps, entropies = chosen_logprobs(hidden, weight, target, Head(0.5, 2, 8))
-    assert (logps.item(), entropies.item()) == pytest.approx((-0.018150, 0.090095), abs=5e-7)
-    assert chosen_logprobs(hidden, weight, target, Head(1.0, 2, 8))[1].item() == pytest.approx(0.365334, abs=5e-7)
-    assert log_probs(hidden, weight, torch.tensor([[0.5]]), 2)[0, 0].item() == pytest.approx(-0.018150, abs=5e-7)
-
-
-def test_e5_rows_beyond_the_tokenizer_are_not_in_the_log_partition():
-    """E5: a head of 64 for a tokenizer of 60, rows 60-63 raised by +20: the learner's and the engine's logprobs do not move."""
-    g = torch.Generator().manual_seed(2)
-    hidden, weight = torch.cat([torch.ones(6, 1), torch.randn(6, 15, generator=g)], 1), torch.randn(64, 16, generator=g)
-    raised = weight.clone()
-    raised[60:, 0] += 20
-    targets = torch.randint(60, (6,), generator=g)
-    right, right_entropies = textbook_logprobs(hidden.double(), weight.double(), targets, 1.2, 60)
-    logps, entropies = chosen_logprobs(hidden, raised, targets, Head(1.2, 60, 4))
-    torch.testing.assert_close(logps.double(), right, atol=2e-6, rtol=0)
-    torch.testing.assert_close(entropies.double(), right_entropies, atol=2e-6, rtol=0)
-    engine = log_probs(hidden, raised, torch.full((6, 1), 1.2), 60)
-    assert torch.equal(engine.gather(1, targets[:, None])[:, 0], logps) and engine[:, 60:].eq(-torch.inf).all()
-    assert (engine[:, :60].logsumexp(-1).abs() <= 2e-6).all()
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            self.numel = max(self.numel, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
-        return out
-
-
-@pytest.mark.parametrize("chunk, rows_at_once", [(4, 4), (6, 8), (8, 8)])
-def test_no_tensor_of_rows_by_vocabulary_is_built(chunk, rows_at_once):
-    """32k tokens x 128k ids are 17 GB in fp32: forward and backward may hold `chunk` rows (padded to 4), and the gradients."""
-    R, E, V = 96, 3, 500
-    hidden, weight = torch.randn(R, E, requires_grad=True), torch.randn(V, E, requires_grad=True)
-    targets = torch.randint(V, (R,))
-    with Largest() as forward:
-        logps, entropies = chosen_logprobs(hidden, weight, targets, Head(0.7, V, chunk))
-    with Largest() as backward:
-        (logps.sum() + entropies.sum()).backward()
-    assert forward.numel == rows_at_once * V
-    assert V * E <= backward.numel <= rows_at_once * V
-    with Largest() as naive:  # the recorder itself must see a full matrix where there is one
-        textbook_logprobs(hidden, weight, targets, 0.7, V)[0].sum().backward()
-    assert naive.numel == R * V
+@pytest.mark.parametrize("limit", [0.0, 0.2])
+def test_value_loss_against_a_loop(limit):
+    """Half the larger of two squares; value and slope of 200 values, some within the limit of the old one and some not."""
+    g = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 200, generator=g, dtype=torch.float64)
+    values = (old + 0.2 * torch.randn(200, generator=g)).requires_grad_()
+    loss = value_loss(values, old, returns, limit)
+    slopes = torch.autograd.grad(loss.sum(), values)[0]
+    stopped = 0
+    for value, before, target, got, slope in zip(values.tolist(), old.tolist(), returns.tolist(), loss.tolist(), slopes.tolist(),
+                                                 strict=True):
+        near = min(max(value, before - limit), before + limit) if limit else value
+        right = max((value - target) ** 2, (near - target) ** 2) / 2
+        binds = (near - target) ** 2 > (value - target) ** 2  # moved further than allowed, towards the target
+        stopped += binds
+        assert (got, slope) == (pytest.approx(right, abs=1e-12), pytest.approx(0.0 if binds else value - target, abs=1e-12))
+    assert stopped > 20 if limit else stopped == 0

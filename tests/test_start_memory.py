@@ -11,10 +11,10 @@ from ranks import spawn_ok
 from safetensors.torch import save_file
 
 from checkpoint import WeightFolder
-from config import build
-from learner import build_model
 from model import parameter_shapes
+from settings import build
 from shape import read_shape
+from sharding import build_policy
 
 MIB = 1 << 20
 CONFIG = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2560, "num_hidden_layers": 24,
@@ -46,7 +46,7 @@ def building(rank: int, folder: str, fault: str) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard"))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
-    model = build_model(config, shape, shape.vocab, mesh, torch.device("cpu"))
+    model = build_policy(config, shape, shape.vocab, (mesh, torch.device("cpu")))
     peak = resident("VmHWM") - before
     assert all((parameter.to_local() == 0.5).all() for parameter in model.parameters())
     layer, whole = (sum(4 * parameter.numel() for parameter in part.parameters()) for part in (model.model.layers[0], model))
