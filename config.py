@@ -200,7 +200,7 @@ class Algorithm:
     """Share of preference pairs taken to be labelled the wrong way round (DPO)."""
 
 
-# What each name sets, by its paper; fields not listed keep the defaults above.
+# What each name sets: what its paper is about. Fields not listed keep the defaults above; a KL penalty is added by `kl_coef` alone.
 PRESETS: dict[str, dict] = {
     "grpo": {},
     "dr_grpo": {"advantage_std": False, "loss_mean": "constant"},
@@ -208,8 +208,9 @@ PRESETS: dict[str, dict] = {
     "rloo": {"advantage": "rloo", "loss_mean": "sum", "kl_in": "reward", "kl_estimator": "k1"},
     "reinforce_pp": {"advantage": "returns", "advantage_whiten": True, "loss_mean": "token", "kl_in": "reward",
                      "kl_estimator": "k1"},
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"loss": "cispo", "clip_high": 4.0, "loss_mean": "token"},
+    # So narrow a clip would cut the gap between engine and learner: the ratio is taken within the learner.
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "old_logprobs": "learner"},
+    "cispo": {"loss": "cispo", "clip_high": 4.0, "loss_mean": "token"},  # ScaleRL's weight of at most 5, arXiv 2510.13786
     "ppo": {"advantage": "gae", "advantage_whiten": True, "loss_mean": "token", "kl_coef": 0.05, "kl_in": "reward",
             "kl_estimator": "k1"},
     "dpo": {"loss": "dpo", "kl_coef": 0.1},

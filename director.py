@@ -104,7 +104,9 @@ class Director:
                 message = self.channel.wait("scores", "all learners to score their samples")
                 for (group, number), found in zip(order[message["rank"]], message["found"], strict=True):
                     kl[group, number] = found["kl"]
-                    self.headers[group]["rewards"][number] += config.reward_model.weight * found.get("score", 0.0)
+                    if config.reward_model.path:
+                        self.headers[group].setdefault("scores", []).append(found["score"])
+                        self.headers[group]["rewards"][number] += config.reward_model.weight * found["score"]
         self.credits: dict[tuple[int, int], list] = {}
         for groups in minibatches(self.gate.groups(), config.learner.minibatches):
             headers = {group: self.headers[group] for group in groups}
@@ -296,6 +298,7 @@ def sequence_advantages(rewards: list[float | None], algorithm: Algorithm) -> li
 def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict], accounts: list[dict]) -> dict:
     """The step's object for metrics.jsonl, from what the actors said of its groups and all ranks of their time."""
     rewards = [reward for header in headers for reward in header["rewards"]]
+    scores = [score for header in headers for score in header.get("scores", [])]
     scored = [reward for reward in rewards if reward is not None]
     generated = [length for header in headers for _, length in header["lengths"]]
     reasons = [reason for header in headers for reason in header["reasons"]]
@@ -320,6 +323,7 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
         "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
         "lr": parts[0]["lr"], "trained_tokens": int(sum(part["trained"] for part in parts)),
+        **({"reward_model": sum(scores) / len(scores)} if scores else {}),
         **{name: mean(name) for name in ("importance", "value", "return") if name in parts[0]},
         **{name: parts[0][name] for name in ("critic_grad_norm",) if name in parts[0]},
         **{name: sum(part[name] for part in parts) for name in ("value_loss",) if name in parts[0]},

@@ -41,12 +41,12 @@ class Tokens:
 
     def sums(self, values_R: Tensor) -> Tensor:
         """Sum over each sequence, [N]."""
-        sequence_R = torch.arange(len(self.lengths), device=values_R.device).repeat_interleave(self.lengths_N)
+        sequence_R = self.spread(torch.arange(len(self.lengths), device=values_R.device))
         return values_R.new_zeros(len(self.lengths)).index_add(0, sequence_R, values_R)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Each sequence's value at all of its tokens, [R]."""
-        return values_N.repeat_interleave(self.lengths_N)
+        return values_N.repeat_interleave(self.lengths_N, output_size=len(self.logps_R))
 
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # of each token, and its statistics
@@ -126,6 +126,8 @@ def token_weight(mean: str, length: int, tokens: int, sequences: int, max_new_to
 
 def kl(logps: Tensor, ref_logps: Tensor, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) on the policy's samples; k3 is unbiased and never negative.
+
+    That holds for values: as a loss, only k2's gradient is the divergence's own.
 
     Source: J. Schulman, Approximating KL divergence, joschu.net/blog/kl-approx.html.
     """

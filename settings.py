@@ -132,17 +132,22 @@ def check_algorithm(config: Config) -> list[str]:
     if algorithm.label_smoothing and algorithm.loss != "dpo":
         problems.append(f"`algorithm.label_smoothing` = {algorithm.label_smoothing} has no effect on `algorithm.loss` = "
                         f"{algorithm.loss}; set 0")
-    if algorithm.resample and (algorithm.advantage != "group" or config.reward_model.path):
-        problems.append(f"`algorithm.resample` = {algorithm.resample} needs `algorithm.advantage` = group and no reward model, "
-                        "whose scores come after the groups are chosen; set 0")
+    if algorithm.resample and (not grouped or config.reward_model.path):
+        problems.append(f"`algorithm.resample` = {algorithm.resample} needs `algorithm.advantage` = group or rloo and no reward "
+                        "model, whose scores come after the groups are chosen; set 0")
+    if config.critic.path and algorithm.advantage != "gae":
+        problems.append(f"`critic.path` = {config.critic.path!r}: `algorithm.advantage` = {algorithm.advantage} has no critic; "
+                        "remove it")
     if shared and (config.critic.path or config.critic.warmup_steps or config.learner.parked.count("critic")):
         problems.append("`critic.trunk` = shared has no weights of its own: leave `critic.path` empty, `critic.warmup_steps` 0 "
                         "and critic out of `learner.parked`")
     if shared and algorithm.advantage != "gae":
         problems.append(f"`critic.trunk` = shared has no effect with `algorithm.advantage` = {algorithm.advantage}; remove it")
-    if config.offline and (algorithm.entropy_coef or config.reward_model.path):
-        problems.append(f"`algorithm.loss` = {algorithm.loss} trains on pairs, without rollouts: `algorithm.entropy_coef` and "
-                        "`reward_model.path` have no effect; remove them")
+    unused = {"algorithm.entropy_coef": algorithm.entropy_coef, "algorithm.resample": algorithm.resample,
+              "algorithm.overlong_buffer": algorithm.overlong_buffer, "reward_model.path": config.reward_model.path,
+              "algorithm.kl_coef": algorithm.loss == "bradley_terry" and algorithm.kl_coef}
+    for field in (field for field, value in unused.items() if value and config.offline):
+        problems.append(f"`{field}` = {unused[field]} has no effect on pairs, from which {algorithm.loss} learns; remove it")
     if config.eval.keep_best and not config.eval.every:
         problems.append("`eval.keep_best` needs `eval.every`: the best is chosen by evaluation")
     if config.learner.minibatches > config.rollout.prompts_per_step:

@@ -201,7 +201,8 @@ def other_value(key: str):
 
 
 ONE_CHOICE = {"placement", "actor.update_mode"}
-NEEDS = {"learner.min_lr_ratio": {"learner": {"schedule": "cosine"}}, "eval.every": {"data": {"eval_path": "x.jsonl"}},
+NEEDS = {"critic.path": {"algorithm": {"name": "ppo"}}, "eval.keep_best": {"data": {"eval_path": "x.jsonl"}, "eval": {"every": 1}},
+         "learner.min_lr_ratio": {"learner": {"schedule": "cosine"}}, "eval.every": {"data": {"eval_path": "x.jsonl"}},
          "actor.max_num_seqs": {"actor": {"max_num_batched_tokens": 4096}},
          "algorithm.label_smoothing": {"algorithm": {"name": "dpo"}},
          "algorithm.importance": {"algorithm": {"old_logprobs": "learner"}}, "critic.trunk": {"algorithm": {"advantage": "gae"}},
@@ -388,7 +389,10 @@ def test_a_preset_adds_nothing_to_what_it_cannot_read(values):
                                    ({}, {"parked": ["critic"]}, "`learner.parked`"))],
     ({"algorithm": {"name": "dpo", "entropy_coef": 0.1}}, ["`algorithm.loss` = dpo", "`algorithm.entropy_coef`", "remove"]),
     ({"algorithm": {"name": "reward_model"}, "reward_model": {"path": "rm"}}, ["bradley_terry", "`reward_model.path`", "remove"]),
-    ({"algorithm": {"name": "dpo"}, "eval": {"keep_best": True}}, ["`algorithm.loss` = dpo", "`eval.keep_best`"]),
+    ({"eval": {"keep_best": True}}, ["`eval.keep_best`", "`eval.every`"]),
+    ({"critic": {"path": "rm"}}, ["`critic.path` = 'rm'", "`algorithm.advantage` = group", "remove it"]),
+    ({"algorithm": {"name": "reward_model", "kl_coef": 0.1}}, ["`algorithm.kl_coef` = 0.1", "bradley_terry", "remove"]),
+    ({"learner": {"minibatches": 17}}, ["`learner.minibatches` = 17", "`rollout.prompts_per_step` = 16", "lower it"]),
 ], ids=lambda value: str(value)[:60])
 def test_l6_combinations_that_cannot_work_are_refused(values, parts):
     """L6 (one sample a prompt: NaN advantages), L8's dual clip <= 1, L9's buffer, and others: field, value and fix are named."""

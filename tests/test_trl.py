@@ -1,8 +1,8 @@
 """TRL 1.16 as an oracle: its trainers' own advantages, importance ratios, losses and gradients, equal to ours.
 
 TRL's trainers are run on stubs that hand them logprobs instead of a model; what they return is kept in golden/trl_losses.json,
-which the quick tests read without TRL. `PYTHONPATH=. python tests/test_trl.py --write` makes it anew, and the long tests hold it, and fresh
-batches, against the TRL that is installed.
+which the quick tests read without TRL. `PYTHONPATH=. python tests/test_trl.py --write` makes it anew, and the long tests hold it,
+and fresh batches, against the TRL that is installed.
 
 Where the two differ by choice: TRL adds 1e-4 to a group's standard deviation, ours are exact and 0 below rounding error; its
 CISPO cuts at epsilon_high, ours at 1 + clip_high as in the paper; its entropy bonus is a mean over tokens whatever the loss's mean;
