@@ -27,12 +27,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import losses
 from checkpoint import WeightFolder, check_names
 from config import Config
-from config import Learner as Settings
 from kernels.attention import PackedAttention
 from kernels.logprob import Head
 from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from model import Transformer, init_tensor
+from optimizer import build_optimizer, learning_rate
 from shape import Shape
 from transfer import shard_rows
 
@@ -57,17 +57,6 @@ class PackedOnGpu:
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
         return packed_attention(q_THD, k_TKD, v_TKD, self.starts, self.longest, window)
-
-
-def learning_rate(step: int, settings: Settings, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule, at its floor in the last step."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    progress = (step + 1 - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    shape = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -129,12 +118,7 @@ class Learner:
         self.reference = None
         if config.algorithm.kl_coef:
             self.reference = build_model(config, shape, vocab, mesh, device).requires_grad_(False)
-        settings = config.learner
-        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, foreach=True)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.learner)
         self.policy_loss = getattr(losses, config.algorithm.name)
 
     def shards(self) -> dict[str, Tensor]:
@@ -166,9 +150,7 @@ class Learner:
             if not math.isfinite(norm):  # the same number on every learner rank, so all stop
                 raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
             lr = learning_rate(step, self.config.learner, self.config.steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self.optimizer.step(lr)
             self.optimizer.zero_grad()
             sums |= {"grad_norm": norm, "lr": lr}
         return sums

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "ledger", "shape", "scheduler", "losses", "grade", "sandbox", "transfer", "kernels"},
-    {"model", "sync", "checkpoint", "data", "reward", "parallel"},
+    {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner"},
     {"actor", "learner"},
     {"plan", "simulate", "report", "director"},
