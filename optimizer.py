@@ -13,7 +13,7 @@ Offloading moves 12 bytes a parameter over the link, 91 GB or 2 s a step for the
 a step for the 70B's eight ranks. 8 bits cost no time and follow fp32 within 2 % where gradients are noisy (the test says why).
 
 Deliberately different
-- Every form steps plain tensors that alias the shards, fetched anew: FSDP2 gives an uneven shard new storage at its first forward.
+- Every form steps plain tensors that alias the shards, fetched anew: Module.to and FSDP2's padding give a shard new storage.
 - Moments exist from the start: what does not fit fails before the first rollout, and a checkpoint is read into place.
 - 8 bits are torchao's AdamW8bit (arXiv 2110.02861) with blocks of 64, not 256: 64 divides the rows of every supported model, so no
   block crosses a shard's edge, and any number of ranks reads a checkpoint exactly. Matrices with other rows stay fp32.
