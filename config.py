@@ -138,6 +138,10 @@ class Learner:
     """AdamW denominator term."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, applied to matrices and embeddings only."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """AdamW moments of matrices: `8bit` (torchao, blocks of 64) holds a 7B in 77 GB instead of 122."""
+    offload_moments: bool = False
+    """Keep fp32 moments, and compute the update, in host memory: 8 bytes a parameter less on the GPU."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global L2 norm."""
     epochs: Positive = 1

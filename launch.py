@@ -47,6 +47,8 @@ def prepare(config: Config) -> Start:
     torch.set_num_threads(threads_per_rank(config, len(os.sched_getaffinity(0)), local_ranks))
     if "wandb" in config.log.trackers and importlib.util.find_spec("wandb") is None:
         raise ConfigError("`log.trackers` names wandb, which is not installed; pip install wandb, or use tensorboard")
+    if config.learner.moments == "8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("`learner.moments` = 8bit needs torchao, which is not installed; pip install torchao, or set fp32")
     encoder = Encoder(config.model.path, config.rollout.stop)
     if encoder.vocab > shape.vocab:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")

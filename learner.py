@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
-from config import Learner as Settings
 from kernels.attention import PackedAttention
 from kernels.logprob import Head
 from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from losses import Tokens, gae, kl, objective, value_loss, whitening
 from memory import Living, nbytes, peak_bytes
+from optimizer import Optimizer, build_optimizer, learning_rate
 from shape import Shape
 from sharding import build_policy, build_scorer, park
 
@@ -80,17 +80,6 @@ class PackedOnGpu:
         return packed_attention(q_THD, k_TKD, v_TKD, self.starts, self.longest, window)
 
 
-def learning_rate(step: int, settings: Settings, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule, at its floor in the last step."""
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return settings.lr
-    progress = (step + 1 - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    shape = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
-
-
 class Learner:
     """The models of one rank and their optimizers."""
 
@@ -114,17 +103,8 @@ class Learner:
             self._park(name, HOST)
         self.head = Head(config.rollout.temperature, vocab, config.learner.logprob_chunk)
         self.activations = 0  # bytes, measured once
-        self.trained = [(self.model, self._optimizer(self.model), config.learner.lr)]
-        if self.critic:
-            self.trained.append((self.critic, self._optimizer(self.critic), config.critic.lr))
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        settings = self.config.learner
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        return torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, foreach=True)
+        models = [(self.model, config.learner.lr)] + ([(self.critic, config.critic.lr)] if self.critic else [])
+        self.trained = [(model, build_optimizer(model.named_parameters(), config.learner), peak) for model, peak in models]
 
     def _park(self, name: str, device: torch.device) -> None:
         model = getattr(self, name)
@@ -253,7 +233,7 @@ class Learner:
         with ledger.span("optimizer"):
             for (model, optimizer, peak), name in zip(self.trained, ("grad_norm", "critic_grad_norm"), strict=False):
                 norms[name] = self._update(model, optimizer, peak, step)
-        return sums | norms | {"lr": self.trained[0][1].param_groups[0]["lr"], "sample_gaps": gaps}
+        return sums | norms | {"lr": learning_rate(step, self.config.learner, self.config.steps), "sample_gaps": gaps}
 
     def measure(self, micro_batches: list[list[Sample]]) -> dict:
         """The sums of `train_step` without an update: the loss on held-out pairs."""
@@ -273,17 +253,15 @@ class Learner:
         return sums | {name: first.get(name, 0.0) for name in ("sample_gaps", "gap", "gap_max")} | {
             "gap_tokens": first["tokens"], "trained": tokens}
 
-    def _update(self, model: nn.Module, optimizer: torch.optim.Optimizer, peak: float, step: int) -> float:
+    def _update(self, model: nn.Module, optimizer: Optimizer, peak: float, step: int) -> float:
         """Clip, step, and forget the gradients. Returns the norm; raises FloatingPointError if it is not finite."""
         # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.learner.max_grad_norm, foreach=True)
         norm = float(norm.full_tensor())
         if not math.isfinite(norm):  # the same number on every learner rank, so all stop
             raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.config.learner, self.config.steps) * peak / self.config.learner.lr
         if model is not self.model or step >= self.config.critic.warmup_steps:
-            optimizer.step()
+            optimizer.step(learning_rate(step, self.config.learner, self.config.steps) * peak / self.config.learner.lr)
         optimizer.zero_grad()
         return norm
 
@@ -410,8 +388,7 @@ class Learner:
         kinds = {"parameters": self.model, "critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
         found = {kind: nbytes(model.parameters()) for kind, model in kinds.items() if model is not None}
         found["gradients"] = sum(nbytes(model.parameters()) for model, _, _ in self.trained)
-        found["moments"] = sum(nbytes(value for value in state.values() if torch.is_tensor(value))
-                               for _, optimizer, _ in self.trained for state in optimizer.state.values())
+        found["moments"] = sum(optimizer.bytes() for _, optimizer, _ in self.trained)
         return found | {"logits": self.head.chunk * self.shape.vocab * 4, "activations": self.activations,
                         "peak": peak_bytes(self.device)}
 

@@ -90,6 +90,9 @@ def check(config: Config) -> None:
     if config.learner.warmup_steps > config.steps > 0:
         problems.append(f"`learner.warmup_steps` = {config.learner.warmup_steps} exceeds `steps` = {config.steps}: "
                         "the peak learning rate would never be reached; lower it")
+    if config.learner.offload_moments and config.learner.moments != "fp32":
+        problems.append(f"`learner.offload_moments` = true with `learner.moments` = {config.learner.moments}: only fp32 moments "
+                        "are worth the way to the host; choose one")
     if config.learner.min_lr_ratio and config.learner.schedule == "constant":
         problems.append(f"`learner.min_lr_ratio` = {config.learner.min_lr_ratio} has no effect with "
                         "`learner.schedule` = constant; choose linear or cosine")

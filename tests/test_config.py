@@ -366,6 +366,7 @@ def test_a_preset_adds_nothing_to_what_it_cannot_read(values):
      ["`actor.max_num_batched_tokens` = 8", "`actor.max_num_seqs` = 9", "raise it"]),
     ({"learner": {"warmup_steps": 6}, "steps": 5}, ["`learner.warmup_steps` = 6", "`steps` = 5", "lower it"]),
     ({"learner": {"min_lr_ratio": 0.1}}, ["`learner.min_lr_ratio` = 0.1", "`learner.schedule` = constant", "choose"]),
+    ({"learner": {"offload_moments": True, "moments": "8bit"}}, ["`learner.offload_moments`", "`learner.moments` = 8bit"]),
     ({"reward": {"weights": [1, 2]}}, ["`reward.weights`", "2 entries for 1 `reward.functions`", "one weight each"]),
     ({"reward": {"functions": []}}, ["`reward.functions` is empty", "name at least one"]),
     ({"eval": {"every": 3}}, ["`eval.every` = 3", "`data.eval_path`"]),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
      "resume", "kernels"},
-    {"model", "sync", "checkpoint", "data", "reward", "parallel"},
+    {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding"},
     {"actor", "learner"},
     {"plan", "simulate", "report", "director", "launch"},
