@@ -21,7 +21,7 @@ from checkpoint import save_hf
 from config import Config, to_yaml
 from data import Prompt, Prompts, Rollout
 from learner import Learner, measure_matmul_flops, plan_micro_batches
-from ledger import RunFolder, merge_accounts, step_line
+from ledger import Ledger, RunFolder, merge_accounts, step_line
 from losses import group_advantages, token_weight
 from scheduler import ReleaseGate
 from sync import Publisher
@@ -30,8 +30,8 @@ from sync import Publisher
 class Director:
     """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
 
-    def __init__(self, config: Config, publisher: Publisher, prompts: Prompts, held_out: list[Prompt]):
-        self.config, self.channel, self.grid = config, publisher.channel, publisher.grid
+    def __init__(self, config: Config, publisher: Publisher, prompts: Prompts, held_out: list[Prompt], ledger: Ledger):
+        self.config, self.channel, self.grid, self.ledger = config, publisher.channel, publisher.grid, ledger
         self.prompts, self.held_out, self.encoder = prompts, held_out, prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
@@ -92,6 +92,7 @@ class Director:
         for step in self.gate.due():
             self.gate.release(self.next_group, step)
             min_version = max(0, step - self.config.max_staleness)
+            self.ledger.flow("s", self.next_group)
             messages.append(prompt_message(self.next_group, self.prompts.draw(), min_version)
                             | {"samples": rollout.samples_per_prompt, "temperature": rollout.temperature})
             self.next_group += 1
@@ -170,6 +171,8 @@ class Director:
         self.track(row)
         for member, role in [*((report, "learner") for report in reports), *((account, "actor") for account in accounts)]:
             self.folder.trace(member["rank"], role, member["events"])
+            self.folder.append("ledger.jsonl", [{"step": step, "rank": member["rank"], "role": role} | member["account"]])
+        self.folder.trace_step(step, before, now)
         self.folder.append("rollouts.jsonl", self.logged_samples(step, mine, rollouts, reports[0]["train"]["sample_gaps"]))
         for group in groups:
             del self.headers[group]
@@ -200,11 +203,10 @@ class Director:
         save_hf(folder, self.config.model.path, learner.full_tensors())
         self.note(f"trained model saved to {folder}; metrics, samples and trace in {self.config.run_dir}")
 
-    def close(self, events: list[tuple[str, float, float]]) -> None:
-        """Close the books; `events` are rank 0's spans since the last step."""
+    def close(self) -> None:
         if self.prompts.skipped:
             self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
-        self.folder.trace(0, "learner", events)
+        self.folder.trace(0, "learner", self.ledger.events())
         for tracker in self.trackers:
             tracker.finish()
         self.folder.close()
@@ -224,6 +226,8 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
     reasons = [reason for header in headers for reason in header["reasons"]]
     parts = [report["train"] for report in reports]
     tokens = int(sum(part["tokens"] for part in parts))
+    unscored = sum(length for header in headers for reward, (_, length) in zip(header["rewards"], header["lengths"], strict=True)
+                   if reward is None)
 
     def mean(name: str) -> float:
         return sum(part[name] for part in parts) / max(1, tokens)
@@ -244,6 +248,9 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
         "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
         "lr": parts[0]["lr"], "trained_tokens": tokens,
+        "tokens_generated": sum(generated), "tokens_trained": tokens, "tokens_unscored": unscored,
+        "tokens_filtered": sum(generated) - unscored - tokens,
+        "tokens_truncated": sum(length for length, reason in zip(generated, reasons, strict=True) if reason == "length"),
         "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
         "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),

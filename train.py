@@ -14,6 +14,7 @@ step s trains. The loop is the same.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -33,7 +34,7 @@ from config import Config, ConfigError, help_text, parse
 from data import Detokenizer, Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from director import Director
 from learner import Learner, Sample
-from ledger import Ledger
+from ledger import HostEvent, Ledger
 from model import parameter_shapes
 from parallel import Lane, check_lanes
 from reward import Grader, total
@@ -92,12 +93,15 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
         elif message["kind"] == "prompts":
             with ledger.span("exchange"):
                 for prompt in message["prompts"]:
+                    if grader:
+                        ledger.flow("t", prompt["group"])
                     groups[prompt["group"]] = (prompt, [])
                     engine.scheduler.add([make_request(config, encoder, prompt, number) for number in range(prompt["samples"])])
         elif message["kind"] == "publish":
             with ledger.span("publish"):
                 publisher.receive(message["version"], engine.weights())
                 engine.publish(message["version"])
+                ledger.flow("f", message["version"], f"weights to rank {publisher.rank}")
             ledger.beside("grading", grader.take_seconds() if grader else 0.0)
             channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
                                       **engine.take_counters()})
@@ -136,10 +140,9 @@ def send_payload(config: Config, channel: Channel, group: tuple[dict, list[Reque
         "reasons": [request.finish_reason for request in done]}
 
 
-def run_learner(config: Config, learner: Learner, publisher: Publisher, director: Director | None) -> None:
+def run_learner(config: Config, learner: Learner, publisher: Publisher, ledger: Ledger, director: Director | None) -> None:
     """Train on what the director assigns, publish, report. Rank 0 has the director and acts for it in between."""
     channel, rank = publisher.channel, publisher.rank
-    ledger = Ledger(config.log.trace)
     patience = 2 * config.rollout.generation_timeout_s + config.collective_timeout_s  # an evaluation, then the groups
     if director:
         publisher.announce(0)
@@ -157,9 +160,18 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
             batches = channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)["micro_batches"]
             rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
                         for group in sorted({entry[0] for batch in batches for entry in batch})}
-        report = {"rank": rank, "train": learner.train_step(
-            [[make_sample(rollouts, entry) for entry in batch] for batch in batches], step, ledger)}
+        with ledger.span("forward"):  # its first moment: neighbours of one kind are one bar of the trace
+            for group in {group for batch in batches for group, number, *_ in batch if number == 0}:
+                ledger.flow("f", group)
+            samples = [[make_sample(rollouts, entry) for entry in batch] for batch in batches]
+        report = {"rank": rank, "train": learner.train_step(samples, step, ledger)}
+        arrows = [(step + 1, f"weights to rank {actor}") for actor in publisher.grid.actor_ranks if director]
+        with ledger.span("optimizer"):  # its last moment
+            for arrow in arrows:
+                ledger.flow("s", *arrow)
         with ledger.span("publish"):
+            for arrow in arrows:
+                ledger.flow("t", *arrow)
             if director:
                 publisher.announce(step + 1)
             report["publish"] = publisher.send(step + 1, learner.shards())
@@ -180,7 +192,7 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
         channel.push(f"work/{other}", {"save": True})
     with ledger.span("checkpoint"):
         director.save(learner)
-    director.close(ledger.events())
+    director.close()
     for leader in publisher.grid.leaders:
         channel.push(f"control/{leader}", {"kind": "stop"})
 
@@ -257,16 +269,19 @@ def run(config: Config) -> None:
     if rank == 0 and config.model.init == "load":
         with contextlib.closing(WeightFolder(config.model.path)) as folder:
             check_names(folder, shapes, shape.tied)
+    new_event = functools.partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else HostEvent
+    ledger = Ledger(config.log.trace, new_event, config.rollout.prompts_per_step)
     engine = grader = None
     if rank in grid.actor_ranks:
         lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
-        engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace), lane)
+        engine = Engine(config, shape, encoder.vocab, device, ledger, lane)
         if rank in grid.leaders:
             grader = Grader(config.reward)
             grader.wait_ready()
     limit = timedelta(seconds=config.collective_timeout_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
     channel = open_channel(rank, config.collective_timeout_s)
+    ledger.follow(channel, rank, world)
     live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if engine else {}
     plan = agree_on_plan(channel, config, shapes, (engine.runner.layout, live) if engine else None)
     groups = make_groups(grid, plan, device.type, config.collective_timeout_s)
@@ -280,7 +295,8 @@ def run(config: Config) -> None:
             grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
-        run_learner(config, learner, publisher, Director(config, publisher, prompts, held_out) if rank == 0 else None)
+        director = Director(config, publisher, prompts, held_out, ledger) if rank == 0 else None
+        run_learner(config, learner, publisher, ledger, director)
     dist.barrier()  # rank 0 holds the store: it leaves last
     dist.destroy_process_group()
 
