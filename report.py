@@ -34,7 +34,7 @@ def objects(file: Path, only: str = "") -> Iterator[dict]:
     broken = 0
     if not file.is_file():
         return
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # texts may hold other line separators
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             line = line.strip().rstrip(",")
             if line in ("", "[", "]") or only not in line:
@@ -125,25 +125,33 @@ def make_timeline(trace: Path, steps: tuple[int, int] | None) -> dict:
                           (f", but those from {min(bounds)} to {max(bounds)}" if bounds else ""))
     first, last = (bounds[shown[0]][0], bounds[shown[-1]][1]) if steps else (-math.inf, math.inf)
     lanes, names, count, shortest = defaultdict(list), {}, 0, 0.0
+
+    def coarsen_all() -> int:
+        """Spans that are left."""
+        for rank, spans in lanes.items():
+            lanes[rank] = coarsen(spans, shortest)
+        return sum(map(len, lanes.values()))
+
     for row in objects(trace):
         if row["ph"] == "M" and row["name"] == "process_name":
             names[row["pid"]] = row["args"]["name"]
-        if row["ph"] != "X" or row["tid"] or row["ts"] > last or row["ts"] + row["dur"] < first:
+        if row["ph"] != "X" or row["tid"] or row["ts"] >= last or row["ts"] + row["dur"] <= first:
             continue
-        lanes[row["pid"]].append((row["ts"], row["ts"] + row["dur"], row["name"]))
+        lanes[row["pid"]].append((max(first, row["ts"]), min(last, row["ts"] + row["dur"]), row["name"]))
         count += 1
-        while count > SPANS:
-            shortest = 2 * shortest or 1.0
-            lanes = defaultdict(list, {rank: coarsen(spans, shortest) for rank, spans in lanes.items()})
-            count = sum(map(len, lanes.values()))
+        if count > SPANS:
+            count = coarsen_all()
+            while count > SPANS / 2:
+                shortest = 2 * shortest or 1.0
+                count = coarsen_all()
+    coarsen_all()
     zero = min((start for spans in lanes.values() for start, _, _ in spans), default=0.0)
     kinds = sorted({kind for spans in lanes.values() for _, _, kind in spans})
     return {"kinds": kinds, "resolution": shortest / 1e3,
             "steps": [[step, *(round(at - zero) for at in bounds[step])] for step in shown],
-            "lanes": [{"name": names.get(rank, f"rank {rank}"),
-                       "spans": [number for start, end, kind in sorted(lanes[rank], key=lambda span: (span[0], -span[1]))
-                                 for number in (round(start - zero), round(end - zero), kinds.index(kind))]}
-                      for rank in sorted(lanes)]}
+            "lanes": [{"name": names.get(rank, f"rank {rank}"), "spans": [
+                number for start, end, kind in spans for number in (round(start - zero), round(end - zero), kinds.index(kind))]}
+                for rank, spans in sorted(lanes.items())]}
 
 
 def make_books(run: Path) -> list[dict]:
@@ -166,7 +174,7 @@ def make_facts(metrics: list[dict], evaluations: list[dict]) -> dict[str, str]:
     """The page's first lines."""
     def share(role: str, kind: str) -> str:
         wall = sum(row.get(f"t_{role}_wall", 0.0) for row in metrics)
-        return f"{sum(row.get(f't_{role}_{kind}', 0.0) for row in metrics) / wall:.0%}" if wall else "–"
+        return f"{sum(row.get(f't_{role}_{kind}', 0.0) for row in metrics) / wall:.1%}" if wall else "–"
 
     rewards = [row["reward"] for row in metrics if row["reward"] is not None]
     greedy = [row["reward"] for row in evaluations if row["reward"] is not None]
