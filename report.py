@@ -6,10 +6,10 @@ The page is one file that loads nothing: data as JSON, charts drawn by the scrip
 ten years. Model output is untrusted text: inside the JSON every `<` is escaped, and the script only ever makes text nodes of it.
 
 How to read it. A reward that rises while entropy falls to nothing and responses all hit the limit is hacking: sort the samples by
-reward. The logprob gap is rounding at staleness 0 (1e-5 in fp32) and must not grow. Of the seconds, grey is waiting: actors that
-wait for prompts want more staleness or fewer of them, learners that wait for rollouts the opposite. A step of a 70B is minutes
-and a run days, so long runs are thinned to means of some steps, and in the timeline spans shorter than its resolution are shown by
-the kind that took most of their time; `--steps` shows a stretch in full.
+reward. The logprob gap is rounding at staleness 0 (1e-5 in fp32) and must not grow. Of the seconds, grey is waiting: where actors
+wait for prompts and learners for rollouts in turn, max_staleness=1 overlaps them; where one side waits alone, it has too many
+ranks. A step of a 70B is minutes and a run days, so long runs are thinned to means of some steps, and in the timeline spans shorter
+than its resolution are shown by the kind that took most of their time; `--steps` shows a stretch in full.
 """
 
 import argparse

@@ -3,15 +3,19 @@
     python tests/browser.py PAGE.html [WIDTH [light|dark [PICTURE.png]]] < '["document.title"]'      one JSON object on stdout
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-INSTALLED = importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineWidgets")
 HEIGHT = 1000
+
+
+def why_none() -> str:
+    """What an import of the browser says; empty if it works."""
+    done = subprocess.run([sys.executable, "-c", "import PySide6.QtWebEngineWidgets"], capture_output=True, text=True)
+    return done.stderr.strip().rpartition("\n")[2]
 
 
 def browse(page: Path, scripts: list[str], width: int = 1200, scheme: str = "light") -> tuple[list, list]:
@@ -56,10 +60,10 @@ def main(page: str, width: str = "1200", scheme: str = "light", picture: str = "
         view.loadFinished.connect(done)
         view.load(QUrl.fromLocalFile(str(Path(page).resolve())))
 
-    assert wait(load), f"{page} does not load"
     def evaluate(script: str) -> object:
         return json.loads(wait(lambda done: view.page().runJavaScript(f"JSON.stringify({script})", done)) or "null")
 
+    assert wait(load), f"{page} does not load"
     results = [evaluate(script) for script in json.load(sys.stdin)]
     if picture:
         view.resize(int(width), min(8000, evaluate("document.documentElement.scrollHeight")))

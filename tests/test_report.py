@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from browser import INSTALLED, browse
+from browser import browse, why_none
 from ranks import ROOT
 
 import report
@@ -220,6 +220,12 @@ def test_too_much_text_is_sampled(run, monkeypatch):
     assert samples["total"] == STEPS and 0 < len(samples["rows"]) < STEPS
 
 
+@pytest.fixture(scope="module")
+def chromium() -> None:
+    if reason := why_none():
+        pytest.skip(f"no browser: pip install -r requirements-browser.txt ({reason})")
+
+
 LOOK = {
     "charts": "[...document.querySelectorAll('figure')].map(f => [f.innerText.split('\\n')[0], f.querySelectorAll('path').length])",
     "longest path": "Math.max(...[...document.querySelectorAll('path')].map(path => path.getTotalLength()))",
@@ -235,8 +241,7 @@ TYPE = "(i => {{ i.value = '{value}'; i.dispatchEvent(new Event('{event}')); }})
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not INSTALLED, reason="no browser: pip install -r requirements-browser.txt")
-def test_a_browser_shows_it(run):
+def test_a_browser_shows_it(run, chromium):
     """Looked at in Chromium: nothing on the console, charts with lines, a timeline with colour, a table to sort and filter."""
     page = run / "report.html"
     page.write_text(report.make_page(run), encoding="utf-8")
@@ -269,9 +274,8 @@ def test_a_browser_shows_it(run):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not INSTALLED, reason="no browser: pip install -r requirements-browser.txt")
 @pytest.mark.parametrize(("width", "scheme"), [(500, "dark"), (500, "light"), (1600, "dark")])
-def test_it_is_legible_in_the_dark_and_on_a_telephone(run, width, scheme):
+def test_it_is_legible_in_the_dark_and_on_a_telephone(run, chromium, width, scheme):
     """WCAG asks for 4.5 between text and its ground; a page wider than its window is read through a keyhole."""
     page = run / "report.html"
     page.write_text(report.make_page(run), encoding="utf-8")
