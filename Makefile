@@ -25,6 +25,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-all: .venv/installed
+	$(BIN)/pip install -q -r requirements-browser.txt
 	$(BIN)/ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
 

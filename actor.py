@@ -88,6 +88,9 @@ class Engine:
             span[0] = "decode" if decoding else "prefill"
             if batch:
                 self.scheduler.commit(batch, self.runner.compute(batch))
+            for request in self.scheduler.finished if self.runner.lane.rank == 0 else ():
+                if request.sample == 0:
+                    self.ledger.flow("t", request.group)
         if decoding and batch:
             read = self.runner.weight_bytes + context * self.runner.cache[:, :, 0].nbytes
             self._counters.update(decode_seconds=time.perf_counter() - start, decode_bytes=read)

@@ -12,7 +12,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from checkpoint import save_hf
 from config import Algorithm, Config
 from data import Prompt, Prompts, Rollout
 from learner import Learner, measure_matmul_flops
-from ledger import MFU_CONVENTION, RunFolder, memory_line, merge_accounts, step_line
+from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts, step_line
 from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
 from scheduler import ReleaseGate
 from settings import to_yaml
@@ -35,15 +35,15 @@ from sync import Publisher
 class Director:
     """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
 
-    def __init__(self, config: Config, shape: Shape, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]]):
-        self.config, self.shape, self.channel, self.grid = config, shape, publisher.channel, publisher.grid
+    def __init__(self, config: Config, shape: Shape, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]], ledger: Ledger):
+        self.config, self.shape, self.channel, self.grid, self.ledger = config, shape, publisher.channel, publisher.grid, ledger
         self.prompts, self.held_out = prompts
         self.encoder = self.prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
         self.out = Counter(dict.fromkeys(self.grid.leaders, 0))  # groups at each engine
         self.headers: dict[int, dict] = {}
-        self.filtered: Counter[int] = Counter()  # by step
+        self.filtered: dict[int, list[int]] = defaultdict(list)  # step -> tokens of each group that was replaced
         self.best: float | None = None  # reward of the best evaluation so far
         self.folder = RunFolder(config.run_dir)
         self.bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty(), leave=False)
@@ -127,6 +127,7 @@ class Director:
         for step in self.gate.due():
             self.gate.release(self.next_group, step)
             min_version = max(0, step - self.config.max_staleness)
+            self.ledger.flow("s", self.next_group)
             messages.append(prompt_message(self.next_group, self.prompts.draw(), min_version)
                             | {"samples": rollout.samples_per_prompt, "temperature": rollout.temperature})
             self.next_group += 1
@@ -168,7 +169,7 @@ class Director:
         if not any(reward is not None for reward in header["rewards"]):
             self.gate.arrive(group, "unscored")
         elif self.replaces(header):
-            self.filtered[self.gate.arrive(group, "filtered")] += 1
+            self.filtered[self.gate.arrive(group, "filtered")].append(sum(generated for _, generated in header["lengths"]))
             self.channel.drop(f"payload/{group}")
             del self.headers[group]
             self.release()
@@ -177,8 +178,9 @@ class Director:
 
     def replaces(self, header: dict) -> bool:
         """Whether a group teaches nothing, all its rewards being equal, and its step may still draw another in its place."""
+        already = len(self.filtered[self.gate.step_of(header["group"])])
         limit = self.config.algorithm.resample * self.config.rollout.prompts_per_step
-        return self.filtered[self.gate.step_of(header["group"])] < limit and not any(group_advantages(header["rewards"], False))
+        return already < limit and not any(group_advantages(header["rewards"], False))
 
     @property
     def evaluates(self) -> bool:
@@ -223,11 +225,13 @@ class Director:
         accounts = [self.channel.wait("accounts", "all actors to report") for _ in self.grid.actor_ranks]
         now, before = time.perf_counter(), self.clock
         self.clock = now
-        row = step_row(step, now - before, headers, reports, accounts) | {"filtered": self.filtered.pop(step, 0)}
+        row = step_row(step, now - before, (headers, self.filtered.pop(step, [])), reports, accounts)
         self.folder.append("metrics.jsonl", [row])
         self.track(row)
         for member, role in [*((report, "learner") for report in reports), *((account, "actor") for account in accounts)]:
             self.folder.trace(member["rank"], role, member["events"])
+            self.folder.append("ledger.jsonl", [{"step": step, "rank": member["rank"], "role": role} | member["account"]])
+        self.folder.trace_step(step, before, now)
         self.folder.append("rollouts.jsonl", self.logged_samples(step, rollouts, reports[0]["train"]["sample_gaps"]))
         for group in groups:
             del self.headers[group]
@@ -263,11 +267,10 @@ class Director:
         save_hf(folder, self.config.model.path, learner.full_tensors())
         self.note(f"version {self.gate.version} saved to {folder}")
 
-    def close(self, events: list[tuple[str, float, float]]) -> None:
-        """Close the books; `events` are rank 0's spans since the last step."""
+    def close(self) -> None:
         if self.prompts.skipped:
             self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
-        self.folder.trace(0, "learner", events)
+        self.folder.trace(0, "learner", self.ledger.events())
         for tracker in self.trackers:
             tracker.finish()
         self.folder.close()
@@ -295,14 +298,21 @@ def sequence_advantages(rewards: list[float | None], algorithm: Algorithm) -> li
     return leave_one_out(rewards) if algorithm.advantage == "rloo" else [0.0] * len(rewards)
 
 
-def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict], accounts: list[dict]) -> dict:
-    """The step's object for metrics.jsonl, from what the actors said of its groups and all ranks of their time."""
+def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], reports: list[dict], accounts: list[dict]) -> dict:
+    """The step's object for metrics.jsonl, from what the actors said of its groups and all ranks of their time.
+
+    `groups` are the headers of those trained on, and the tokens of each that was filtered.
+    """
+    headers, filtered = groups
     rewards = [reward for header in headers for reward in header["rewards"]]
     scores = [score for header in headers for score in header.get("scores", [])]
     scored = [reward for reward in rewards if reward is not None]
     generated = [length for header in headers for _, length in header["lengths"]]
     reasons = [reason for header in headers for reason in header["reasons"]]
     parts = [report["train"] for report in reports]
+    tokens, replaced = int(sum(part["trained"] for part in parts)), sum(filtered)
+    unscored = sum(length for header in headers for reward, (_, length) in zip(header["rewards"], header["lengths"], strict=True)
+                   if reward is None)
 
     def mean(name: str, per: str = "tokens") -> float:
         return sum(part[name] for part in parts) / max(1, sum(part[per] for part in parts))
@@ -319,15 +329,18 @@ def step_row(step: int, seconds: float, headers: list[dict], reports: list[dict]
         "logprob_gap_mean": mean("gap", "gap_tokens"), "response_len": sum(generated) / len(generated),
         "truncated": reasons.count("length") / len(reasons),
         "staleness_max": max(step - header["oldest"] for header in headers),
-        "unscored": len(rewards) - len(scored),
+        "unscored": len(rewards) - len(scored), "filtered": len(filtered),
         "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
-        "lr": parts[0]["lr"], "trained_tokens": int(sum(part["trained"] for part in parts)),
+        "lr": parts[0]["lr"], "trained_tokens": tokens,
         **({"reward_model": sum(scores) / len(scores)} if scores else {}),
         **{name: mean(name) for name in ("importance", "value", "return") if name in parts[0]},
         **{name: parts[0][name] for name in ("critic_grad_norm",) if name in parts[0]},
         **{name: sum(part[name] for part in parts) for name in ("value_loss",) if name in parts[0]},
         **{f"mem_{kind}_mb": size / 1e6 for kind, size in reports[0]["memory"].items()},
+        "tokens_generated": sum(generated) + replaced, "tokens_trained": tokens, "tokens_unscored": unscored,
+        "tokens_filtered": sum(generated) + replaced - unscored - tokens,
+        "tokens_truncated": sum(length for length, reason in zip(generated, reasons, strict=True) if reason == "length"),
         "tokens_per_s": sum(generated) / seconds, "step_s": seconds,
         "learner_flops_per_s": sum(part["flops"] for part in parts) / len(parts) / max(computing, 1e-9),
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),

@@ -4,6 +4,7 @@ A job on 64 GPUs that fails after the weights are loaded has cost ten minutes of
 """
 
 import dataclasses
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError
 from data import Encoder, Prompts, load_rows
+from ledger import HostEvent, Ledger
 from model import parameter_shapes
 from parallel import check_lanes
 from shape import Shape, check_exact, check_positions, read_shape
@@ -69,6 +71,12 @@ def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
             if Encoder(path).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
                 raise ConfigError(f"`{field}` = {path!r} has another tokenizer than `model.path`, and would read other words into "
                                   "the same ids; serve it from a `reward.functions` entry, which gets text")
+
+
+def make_ledger(config: Config, device: torch.device) -> Ledger:
+    """A rank's ledger, on the clock of its device."""
+    new_event = functools.partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else HostEvent
+    return Ledger(config.log.trace, new_event, config.rollout.prompts_per_step)
 
 
 def join(config: Config, device: torch.device) -> None:

@@ -3,14 +3,23 @@
 A rank's main timeline is split without overlap: spans may nest, and an inner span's time is taken from the outer one. What
 no span covers is `other`, and is shown like the rest. Work that overlaps the timeline (grading) is counted beside it.
 
+On a GPU the timeline is the stream's. A launch returns in microseconds while a 70B's backward runs for seconds, and a host's clock
+would book those on whichever line next waits for the device. So each end of a span is an event in the stream, read once it has
+passed: spans still follow each other without overlap, and nothing waits until the books are closed.
+
+All ranks are on rank 0's clock. A flow is an arrow between spans of different ranks: `group` from a prompt's release through the
+actor to the forward that trains on it, `weights to rank r` from the optimizer step through the publication to the swap.
+
     RUN/metrics.jsonl   one object a step          RUN/config.yaml   the effective config, revision and versions
     RUN/eval.jsonl      one an evaluation          RUN/trace.json    spans of all ranks; open in ui.perfetto.dev
     RUN/rollouts.jsonl  samples with their text    RUN/model/        the trained model
+    RUN/ledger.jsonl    seconds, one a rank and step
 """
 
 import json
-import os
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -21,67 +30,148 @@ KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "scor
          "checkpoint", "evaluate", "report")
 MERGE_GAP_S = 1e-3
 MFU_CONVENTION = "2 FLOP a weight and forward, the causal half of attention, the head on response tokens, nothing recomputed"
+FLOWS = 16  # groups of a step whose way is drawn: arrows for 512 of them would hide the picture
+ROUND_TRIPS = 8
+
+
+class HostEvent:
+    """What a CUDA event is, on the host's clock: passed as soon as it is recorded."""
+    __slots__ = ("at",)
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "HostEvent") -> float:  # milliseconds
+        return (later.at - self.at) * 1e3
 
 
 class Ledger:
     """Spans of one rank. `account()` closes the books since the last call; `events()` hands over the trace's share."""
 
-    def __init__(self, trace: bool):
-        self._trace = trace
-        self._open: list[list] = []  # [kind, seconds spent in inner spans]
+    def __init__(self, trace: bool, new_event: Callable = HostEvent, groups_per_step: int = FLOWS):
+        self._trace, self._new_event = trace, new_event
+        self._every = -(-groups_per_step // FLOWS)
+        self._depth = 0
+        self._closed: deque = deque()  # (kind, begin, end, depth), inner spans before the one around them
+        self._inner: dict[int, float] = {}  # depth -> seconds of the spans there, for the one around them
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._beside: dict[str, float] = {}
-        self._events: list[tuple[str, float, float]] = []
-        self._since = time.perf_counter()
-        self._epoch = time.time() - time.perf_counter()  # one clock for all ranks of a machine
+        self._spans: list[tuple[str, float, float]] = []
+        self._marks: list[tuple] = []  # (phase, name, number, event) of flows
+        self._flows: list[tuple[str, str, int, float]] = []
+        self.offset_s = self.error_s = 0.0
+        self._set_zero(self._mark())
+
+    def _mark(self):
+        event = self._new_event()
+        event.record()
+        return event
+
+    def _set_zero(self, event) -> None:
+        """Count from `event`, whose time is known once the host has waited for it: within 10 us on a GPU. Done for every account,
+        since the driver's milliseconds are fp32, which resolve 30 us after 300 s."""
+        event.synchronize()
+        self._zero, self._zero_at = event, time.perf_counter()
+
+    def _at(self, event) -> float:
+        """An event's time on the host's clock; waits for it."""
+        event.synchronize()
+        return self._zero_at + self._zero.elapsed_time(event) / 1e3
+
+    def follow(self, channel, rank: int, world: int) -> None:
+        """Put this rank's trace on rank 0's clock, which it asks for through the store. All ranks call it.
+
+        On one machine all read the same clock. Elsewhere the answer was read at some time of a round trip, so its middle is wrong
+        by half of it at most, as in NTP; the quickest of a few is taken.
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        for _ in range(ROUND_TRIPS * (world - 1) if rank == 0 else 0):
+            asking = channel.wait("clock", "all ranks to read the clock")["rank"]
+            channel.push(f"clock/{asking}", {"boot": boot, "now": time.perf_counter()})
+        trips = []
+        for _ in range(ROUND_TRIPS if rank else 0):
+            asked = time.perf_counter()
+            channel.push("clock", {"rank": rank})
+            answer = channel.wait(f"clock/{rank}", "rank 0's clock")
+            seconds = time.perf_counter() - asked
+            trips.append((seconds, answer["now"] - asked - seconds / 2))
+        if trips and answer["boot"] != boot:
+            self.error_s, self.offset_s = min(trips)[0] / 2, min(trips)[1]
 
     @contextmanager
     def span(self, kind: str):
         """Count the body's time, less that of spans inside it, as `kind` (one of KINDS), or as what it puts into `[0]`."""
-        start = time.perf_counter()
-        self._open.append([kind, 0.0])
+        begin, name = self._mark(), [kind]
+        self._depth += 1
         try:
-            yield self._open[-1]
+            yield name
         finally:
-            duration = time.perf_counter() - start
-            kind, inner = self._open.pop()
-            self._seconds[kind] += duration - inner
-            if self._open:
-                self._open[-1][1] += duration
+            self._depth -= 1
+            self._closed.append((name[0], begin, self._mark(), self._depth))
+            self._settle(wait=False)
+
+    def flow(self, phase: str, number: int, name: str = "group") -> None:
+        """A point (`s`tart, s`t`ep or `f`inish) of an arrow, in the span that is open. Evaluations have negative numbers."""
+        drawn = number >= 0 and (name != "group" or number % self._every == 0)
+        if self._trace and drawn:
+            self._marks.append((phase, name, number, self._mark()))
+
+    def _settle(self, wait: bool) -> None:
+        """Book the closed spans that have passed; with `wait`, all of them."""
+        while self._closed and (wait or self._closed[0][2].query()):
+            kind, begin, end, depth = self._closed.popleft()
+            start = self._at(begin)
+            duration = self._at(end) - start
+            self._seconds[kind] += duration - self._inner.pop(depth + 1, 0.0)
+            if depth:
+                self._inner[depth] = self._inner.get(depth, 0.0) + duration
             if self._trace:
-                self._record(kind, self._epoch + start, duration)
+                self._record(kind, start + self.offset_s, duration)
 
     def _record(self, kind: str, start: float, duration: float) -> None:
-        """Spans of one kind in a row become one event: a thousand decode steps are one bar, and a trace stays small."""
-        if self._events:
-            last, began, lasted = self._events[-1]
+        """Neighbours of one kind become one event, and so they do around a moment elsewhere: a thousand decode steps with a look
+        into the inbox after each are one bar, and a trace stays small."""
+        for back in (1, 2):
+            last, began, lasted = self._spans[-back] if back <= len(self._spans) else ("", 0.0, 0.0)
+            if start < began + lasted - MERGE_GAP_S / 10:  # around it, not after it
+                break
             if last == kind and start - began - lasted < MERGE_GAP_S:
-                self._events[-1] = (kind, began, start + duration - began)
+                self._spans[-back:] = [(kind, began, start + duration - began)]
                 return
-        self._events.append((kind, start, duration))
+        self._spans.append((kind, start, duration))
 
-    def skip(self, seconds: float) -> None:
-        """Leave out time that is no part of a step."""
-        self._since += seconds
-
-    def beside(self, kind: str, seconds: float) -> None:
-        """Count work that overlapped the main timeline."""
+    def beside(self, kind: str, seconds: float) -> None:  # what overlapped the main timeline
         self._beside[kind] = self._beside.get(kind, 0.0) + seconds
 
     def account(self) -> dict[str, float]:
-        """Seconds by kind since the last call, `other`, their sum `wall`, and `beside_*`; then start anew."""
-        now = time.perf_counter()
-        wall, self._since = now - self._since, now
+        """Seconds by kind since the last call, `other`, their sum `wall`, and `beside_*`; then start anew. No span may be open."""
+        self._close()
+        before = self._zero
+        self._set_zero(self._mark())
+        wall = before.elapsed_time(self._zero) / 1e3
         account = {kind: seconds for kind, seconds in self._seconds.items() if seconds}
         account |= {"other": max(0.0, wall - sum(account.values())), "wall": wall}
         account |= {f"beside_{kind}": seconds for kind, seconds in self._beside.items()}
         self._seconds, self._beside = dict.fromkeys(KINDS, 0.0), {}
         return account
 
-    def events(self) -> list[tuple[str, float, float]]:
-        """(kind, start in unix seconds, duration) of the spans closed since the last call."""
-        events, self._events = self._events, []
+    def events(self) -> dict:
+        """What the trace gets since the last call: `spans` (kind, start, seconds) and `flows` (phase, name, number, time)."""
+        self._close()
+        events = {"spans": self._spans, "flows": self._flows, "error_s": self.error_s}
+        self._spans, self._flows = [], []
         return events
+
+    def _close(self) -> None:
+        self._settle(wait=True)
+        self._flows += [(*flow, self._at(event) + self.offset_s) for *flow, event in self._marks]
+        self._marks = []
 
 
 def merge_accounts(accounts: list[dict[str, float]], role: str) -> dict[str, float]:
@@ -99,9 +189,10 @@ class RunFolder:
         if self.path.exists() and any(self.path.iterdir()):
             number = next(n for n in range(1, 1 << 30) if not self.path.with_name(f"{self.path.name}.{n}").exists())
             self.moved = self.path.with_name(f"{self.path.name}.{number}")
-            os.rename(self.path, self.moved)
+            self.path.rename(self.moved)
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, TextIO] = {}
+        self._named: set[int] = set()
         self.append("metrics.jsonl", [])
 
     def write_config(self, yaml_text: str, provenance: dict[str, str]) -> None:
@@ -119,15 +210,30 @@ class RunFolder:
         file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         file.flush()
 
-    def trace(self, rank: int, role: str, events: list[tuple[str, float, float]]) -> None:
-        """Append spans as Chrome trace events. A run that is cut leaves an open array, which viewers accept."""
-        known = "trace.json" in self._files
-        rows = [{"name": kind, "cat": role, "ph": "X", "pid": rank, "tid": 0, "ts": start * 1e6, "dur": duration * 1e6}
-                for kind, start, duration in events]
-        if rows:
-            file = self._file("trace.json")
-            file.write(("" if known else "[\n") + (",\n" if known else "") + ",\n".join(map(json.dumps, rows)))
-            file.flush()
+    def trace(self, rank: int, role: str, events: dict) -> None:
+        """Append a rank's events to the Chrome trace. A run that is cut leaves an open array, which viewers accept."""
+        labels = [(0, "process_name", {"name": f"rank {rank} {role}"}), (0, "process_sort_index", {"sort_index": rank}),
+                  (0, "process_labels", {"labels": f"clock within {events['error_s'] * 1e3:.2f} ms of rank 0's"}),
+                  (0, "thread_name", {"name": "main timeline"}), *([(1, "thread_name", {"name": "steps"})] if rank == 0 else [])]
+        rows = [{"tid": tid, "name": name, "ph": "M", "args": label} for tid, name, label in labels if rank not in self._named]
+        rows += [{"name": kind, "cat": role, "ph": "X", "ts": start * 1e6, "dur": seconds * 1e6}
+                 for kind, start, seconds in events["spans"]]
+        rows += [{"name": name, "cat": "flow", "ph": phase, "id": number, "bp": "e", "ts": at * 1e6}
+                 for phase, name, number, at in events["flows"]]
+        if events["spans"]:
+            self._named.add(rank)
+            self._append_trace([{"pid": rank, "tid": 0} | row for row in rows])
+
+    def trace_step(self, step: int, start: float, end: float) -> None:
+        """Append a step, on a second line of rank 0."""
+        if self._named:
+            self._append_trace([{"pid": 0, "tid": 1, "name": f"step {step}", "cat": "step", "ph": "X", "ts": start * 1e6,
+                                 "dur": (end - start) * 1e6}])
+
+    def _append_trace(self, rows: list[dict]) -> None:
+        opening = ",\n" if "trace.json" in self._files else "[\n"
+        self._file("trace.json").write(opening + ",\n".join(map(json.dumps, rows)))
+        self._file("trace.json").flush()
 
     def close(self) -> None:
         if "trace.json" in self._files:

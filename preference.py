@@ -11,7 +11,6 @@ A row has the prompt and two responses, `chosen` and `rejected`: strings, or lis
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from balance import Item, minibatches, plan_micro_batches
 from checkpoint import save_hf
 from config import Config, ConfigError
 from data import Encoder, Prompt, Prompts
-from launch import Start, join, load_prompts
+from launch import Start, join, load_prompts, make_ledger
 from learner import Learner, Sample, measure_matmul_flops
 from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts
 from settings import to_yaml
@@ -147,17 +146,16 @@ def train_pairs(config: Config, start: Start) -> None:
     grid = Grid.of(config)
     mesh = make_groups(grid, None, start.device.type, config.collective_timeout_s).mesh
     learner = Learner(config, start.shape, start.encoder.vocab, mesh, start.device)
-    summary, ledger = Summary(config, learner, start.rank), Ledger(config.log.trace)
+    summary, ledger = Summary(config, learner, start.rank), make_ledger(config, start.device)
     limit = config.learner.max_tokens_per_micro_batch
 
     def judge(version: int) -> None:
         if config.eval.every and (version % config.eval.every == 0 or version == config.steps):
-            before = time.perf_counter()
             mine = split(held_out, start.shape, grid, start.rank, limit)
             learner.score(mine, Ledger(False))
             if summary.evaluation(version, len(held_out), learner.measure(mine)) and config.eval.keep_best:
                 summary.save("best", version)
-            ledger.skip(time.perf_counter() - before)
+            ledger.account()  # no part of a step
 
     for step in range(config.steps):
         judge(step)

@@ -27,7 +27,7 @@ from actor import Engine
 from config import Config, ConfigError
 from data import Detokenizer, Encoder, Rollout, pack_group, unpack_group
 from director import Director
-from launch import join, load_prompts, prepare
+from launch import join, load_prompts, make_ledger, prepare
 from learner import Learner, Sample
 from ledger import Ledger
 from model import parameter_shapes
@@ -89,12 +89,15 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
         elif message["kind"] == "prompts":
             with ledger.span("exchange"):
                 for prompt in message["prompts"]:
+                    if grader:
+                        ledger.flow("t", prompt["group"])
                     groups[prompt["group"]] = (prompt, [])
                     engine.scheduler.add([make_request(config, encoder, prompt, number) for number in range(prompt["samples"])])
         elif message["kind"] == "publish":
             with ledger.span("publish"):
                 publisher.receive(message["version"], engine.weights())
                 engine.publish(message["version"])
+                ledger.flow("f", message["version"], f"weights to rank {publisher.rank}")
             ledger.beside("grading", grader.take_seconds() if grader else 0.0)
             channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
                                       **engine.take_counters()})
@@ -133,10 +136,9 @@ def send_payload(config: Config, channel: Channel, group: tuple[dict, list[Reque
         "reasons": [request.finish_reason for request in done]}
 
 
-def run_learner(config: Config, learner: Learner, publisher: Publisher, director: Director | None) -> None:
+def run_learner(config: Config, learner: Learner, publisher: Publisher, ledger: Ledger, director: Director | None) -> None:
     """Train on what the director assigns, publish, report. Rank 0 has the director and acts for it in between."""
     channel, rank = publisher.channel, publisher.rank
-    ledger = Ledger(config.log.trace)
     patience = 2 * config.rollout.generation_timeout_s + config.collective_timeout_s  # an evaluation, then the groups
     if director:
         publisher.announce(0)
@@ -153,8 +155,8 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
             work = next_work(learner, channel, rank, patience)
             rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
                         for group in sorted({group for batches in work for batch in batches for group, _ in batch})}
-            batches = [[[make_sample(rollouts[group][number]) for group, number in batch] for batch in batches] for batches in work]
-        flat = [batch for minibatch in batches for batch in minibatch]
+            updates = [[[make_sample(rollouts[group][number]) for group, number in batch] for batch in batches] for batches in work]
+        flat = [batch for batches in updates for batch in batches]
         found = learner.score(flat, ledger)
         with ledger.span("wait_rollouts"):
             if config.late_rewards:
@@ -166,8 +168,17 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
         for sample, (reward, advantage, weight) in zip(samples, credits, strict=True):
             sample.reward, sample.advantage, sample.weight = reward, advantage, weight
         learner.credit(samples)
-        report = {"rank": rank, "train": learner.train(batches, step, ledger), "memory": learner.memory()}
+        with ledger.span("forward"):  # its first moment: neighbours of one kind are one bar of the trace
+            for group in {group for batches in work for batch in batches for group, number in batch if number == 0}:
+                ledger.flow("f", group)
+        report = {"rank": rank, "train": learner.train(updates, step, ledger), "memory": learner.memory()}
+        arrows = [(step + 1, f"weights to rank {actor}") for actor in publisher.grid.actor_ranks if director]
+        with ledger.span("optimizer"):  # its last moment
+            for arrow in arrows:
+                ledger.flow("s", *arrow)
         with ledger.span("publish"):
+            for arrow in arrows:
+                ledger.flow("t", *arrow)
             if director:
                 publisher.announce(step + 1)
             report["publish"] = publisher.send(step + 1, learner.shards())
@@ -184,7 +195,7 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, director
     judge(config, learner, director, ledger)
     with ledger.span("checkpoint"):
         director.save(learner, "model")
-    director.close(ledger.events())
+    director.close()
     for other in range(1, publisher.grid.learners):
         channel.push(f"work/{other}", {"minibatches": []})
     for leader in publisher.grid.leaders:
@@ -221,17 +232,18 @@ def run(config: Config) -> None:
         train_pairs(config, start)
         return
     rank, shape, encoder, device = start.rank, start.shape, start.encoder, start.device
-    grid, shapes = Grid.of(config), parameter_shapes(shape)
+    grid, shapes, ledger = Grid.of(config), parameter_shapes(shape), make_ledger(config, device)
     prompts = load_prompts(config, encoder) if rank == 0 else None
     engine = grader = None
     if rank in grid.actor_ranks:
         lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
-        engine = Engine(config, shape, encoder.vocab, device, Ledger(config.log.trace), lane)
+        engine = Engine(config, shape, encoder.vocab, device, ledger, lane)
         if rank in grid.leaders:
             grader = Grader(config.reward)
             grader.wait_ready()
     join(config, device)
     channel = open_channel(rank, config.collective_timeout_s)
+    ledger.follow(channel, rank, dist.get_world_size())
     live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if engine else {}
     plan = agree_on_plan(channel, config, shapes, (engine.runner.layout, live) if engine else None)
     groups = make_groups(grid, plan, device.type, config.collective_timeout_s)
@@ -245,7 +257,8 @@ def run(config: Config) -> None:
             grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
-        run_learner(config, learner, publisher, Director(config, shape, publisher, prompts) if rank == 0 else None)
+        director = Director(config, shape, publisher, prompts, ledger) if rank == 0 else None
+        run_learner(config, learner, publisher, ledger, director)
     dist.barrier()  # rank 0 holds the store: it leaves last
     dist.destroy_process_group()
 

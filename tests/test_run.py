@@ -86,6 +86,25 @@ def test_async_on_four_ranks_keeps_its_bound(tmp_path):
     assert list((tmp_path / "run").rglob("events.out.tfevents*")), "no TensorBoard file"
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     assert {event["pid"] for event in trace} == {0, 1, 2, 3}
+    ways = ways_of(trace)
+    for step in range(8):
+        released, *on_actor, trained = ways["group", 16 * step]
+        assert released == (0, "wait_rollouts") and trained in ((0, "forward"), (1, "forward"))
+        assert len(on_actor) == 2 and on_actor[0][0] == on_actor[1][0] in (2, 3), "admitted and decoded by one actor"
+        assert {kind for _, kind in on_actor} <= {"exchange", "prefill", "decode"}
+        for actor in (2, 3):
+            assert ways[f"weights to rank {actor}", step + 1] == [(0, "optimizer"), (0, "publish"), (actor, "publish")]
+
+
+def ways_of(trace: list[dict]) -> dict[tuple[str, int], list[tuple[int, str]]]:
+    """For each arrow, the rank and kind of the spans that its points lie in, in order of time; each must lie in one."""
+    ways: dict = {}
+    for point in sorted((event for event in trace if event["ph"] in "stf"), key=lambda event: event["ts"]):
+        spans = [event for event in trace if event["ph"] == "X" and (event["pid"], event["tid"]) == (point["pid"], 0)
+                 and event["ts"] <= point["ts"] <= event["ts"] + event["dur"]]
+        innermost = min(spans, key=lambda span: span["dur"])
+        ways.setdefault((point["name"], point["id"]), []).append((point["pid"], innermost["name"]))
+    return ways
 
 
 def test_what_a_run_leaves_behind(exact_run):
@@ -95,10 +114,16 @@ def test_what_a_run_leaves_behind(exact_run):
             "staleness_max", "tokens_per_s", "step_s", "publish_s", "publish_gb_s", "publish_verify_s"}
     for row in rows(exact_run):
         assert keys <= row.keys()
+        assert row["tokens_generated"] == row["tokens_trained"] > 0 == row["tokens_filtered"] == row["tokens_unscored"]
+        assert row["tokens_generated"] == row["trained_tokens"] and row["tokens_truncated"] == row["truncated"] * 256 * 8
         for role in ("learner", "actor"):
             spent = sum(value for key, value in row.items() if key.startswith(f"t_{role}_") and "beside" not in key
                         and not key.endswith("wall"))
             assert spent == pytest.approx(row[f"t_{role}_wall"], abs=1e-6), "the ledger must account for every second once"
+    for rank in (0, 1):
+        books = [row for row in rows(exact_run, "ledger.jsonl") if row["rank"] == rank]
+        assert len(books) == 20, "seconds by rank and step"
+        assert sum(row["other"] for row in books) <= 0.05 * sum(row["wall"] for row in books), "seconds that no category explains"
     sample = rows(exact_run, "rollouts.jsonl")[0]
     assert {"prompt", "text", "reward", "reward_parts", "versions", "logprob_gap_max", "finish_reason"} <= sample.keys()
     reparsed = subprocess.run([sys.executable, "-c", "import settings,sys; print(settings.parse(sys.argv[1:]).steps)",
