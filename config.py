@@ -275,6 +275,14 @@ class Export:
 
 
 @dataclass(config=_strict, frozen=True)
+class Checkpoint:
+    every: Count = 50
+    """Steps between checkpoints of everything a run needs to go on; 0 saves only at a signal (SIGUSR1 to rank 0)."""
+    keep: Positive = 2
+    """Complete checkpoints kept; older ones are removed."""
+
+
+@dataclass(config=_strict, frozen=True)
 class Log:
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Trackers, through accelerate, besides metrics.jsonl."""
@@ -298,6 +306,8 @@ class Config:
     """`split`: learners are ranks 0…L−1, actors the ranks after them."""
     threads: Count = 0
     """CPU threads of each rank; 0 divides the machine's cores by the ranks that compute at the same time."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the last complete checkpoint in `run_dir`, if there is one; `never` moves an old run aside."""
     run_dir: str = "runs/default"
     """Folder for metrics.jsonl, eval.jsonl, rollouts.jsonl, config.yaml, trace.json, the trackers and the final model."""
     collective_timeout_s: PositiveFloat = 600.0
@@ -314,6 +324,7 @@ class Config:
     publish: Publish = dataclasses.field(default_factory=Publish)
     eval: Eval = dataclasses.field(default_factory=Eval)
     export: Export = dataclasses.field(default_factory=Export)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
 
     @property

@@ -7,6 +7,7 @@ which brings its own special tokens.
 
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,6 +196,10 @@ class Prompts:
                 return prompt
             self.skipped += 1
         raise ConfigError(f"`data.max_prompt_tokens` = {self.data.max_prompt_tokens}: every row's prompt is longer; raise it")
+
+    def fingerprint(self) -> int:
+        """Changes with any row: a cursor means nothing in other data."""
+        return zlib.crc32("\n".join(json.dumps(row, sort_keys=True) for row in self.rows).encode())
 
     def fitting(self) -> list[Prompt]:
         """Every row that fits `max_prompt_tokens`, in the file's order. Raises ConfigError if there is none."""

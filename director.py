@@ -7,8 +7,11 @@ tokens themselves stay in the store until the learner that needs them fetches th
 anything is computed, so nothing depends on which actor was faster.
 """
 
+import dataclasses
 import importlib.metadata
 import itertools
+import json
+import signal
 import subprocess
 import sys
 import time
@@ -23,53 +26,90 @@ from balance import Item, minibatches, plan_micro_batches
 from checkpoint import save_hf
 from config import Algorithm, Config
 from data import Prompt, Prompts, Rollout
+from launch import Start
 from learner import Learner, measure_matmul_flops
 from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts, step_line
 from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
+from resume import read_payload, read_state, version_of
 from scheduler import ReleaseGate
 from settings import to_yaml
-from shape import Shape
 from sync import Publisher
 
 
 class Director:
     """Prompts out, headers in, advantages, assignment, metrics; lives on learner rank 0 beside its learner."""
 
-    def __init__(self, config: Config, shape: Shape, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]], ledger: Ledger):
-        self.config, self.shape, self.channel, self.grid, self.ledger = config, shape, publisher.channel, publisher.grid, ledger
+    def __init__(self, config: Config, start: Start, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]], ledger: Ledger):
+        self.config, self.shape, self.ledger = config, start.shape, ledger
+        self.channel, self.grid, checkpoint = publisher.channel, publisher.grid, start.checkpoint
         self.prompts, self.held_out = prompts
         self.encoder = self.prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
         self.next_group = 0
+        self.rows: dict[int, int] = {}  # group that is out -> its row in the data
+        self.signalled = False  # a checkpoint was asked for
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "signalled", True))
         self.out = Counter(dict.fromkeys(self.grid.leaders, 0))  # groups at each engine
         self.headers: dict[int, dict] = {}
         self.filtered: dict[int, list[int]] = defaultdict(list)  # step -> tokens of each group that was replaced
         self.best: float | None = None  # reward of the best evaluation so far
-        self.folder = RunFolder(config.run_dir)
-        self.bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty(), leave=False)
+        self.folder = RunFolder(config.run_dir, version_of(checkpoint) if checkpoint else None)
+        self.first = version_of(checkpoint)
+        self.bar = tqdm(total=config.steps, initial=self.first, unit="step", disable=not sys.stderr.isatty(), leave=False)
         if self.folder.moved:
             self.note(f"{config.run_dir} existed: moved to {self.folder.moved}")
         text, origin = to_yaml(config), provenance()
         self.folder.write_config(text, origin)
         self.note("\n".join([text, *(f"{name}: {value}" for name, value in origin.items())]))
-        self.trackers = open_trackers(config)
+        self.trackers = open_trackers(config, self.first)
         self.bounds = {"flops": measure_matmul_flops(publisher.dtype, publisher.device),
                        "bandwidth": measure_copy_bandwidth(publisher.device), "link": publisher.link_gb_s}
         self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
                   f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s; MFU counts "
                   f"{MFU_CONVENTION}")
         self.clock = time.perf_counter()
+        if checkpoint:
+            self.restore(checkpoint)
 
     def note(self, text: str) -> None:
         self.bar.write(text, file=sys.stdout)
         sys.stdout.flush()
 
+    def state(self) -> tuple[dict, dict[int, bytes]]:
+        """What a checkpoint keeps of the run between two steps, and the payloads of finished groups."""
+        for header in iter(lambda: self.channel.pop("headers"), None):
+            for entry in header:
+                self.take(entry)
+        running, arrived = self.gate.open_groups()
+        state = {"config": json.loads(json.dumps(dataclasses.asdict(self.config))), "rows": self.prompts.fingerprint(),
+                 "cursor": self.prompts.cursor, "skipped": self.prompts.skipped, "next_group": self.next_group, "best": self.best,
+                 "running": [[group, step, self.rows[group]] for group, step in running.items()],
+                 "arrived": [[group, step, outcome, self.headers[group]] for group, (step, outcome) in arrived.items()],
+                 "filtered": list(self.filtered.items())}
+        return state, {group: self.channel.fetch(f"payload/{group}", "its own payloads") for group in arrived}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts."""
+        state = read_state(checkpoint)
+        self.next_group, self.best = state["next_group"], state["best"]
+        self.filtered.update({step: tokens for step, tokens in state["filtered"]})
+        self.gate.restore(version_of(checkpoint), {group: step for group, step, _ in state["running"]},
+                          {group: (step, outcome) for group, step, outcome, _ in state["arrived"]})
+        for group, _, _, header in state["arrived"]:
+            self.headers[group] = header
+            self.channel.put(f"payload/{group}", read_payload(checkpoint, group))
+        self.send_prompts([self.training_message(group, self.prompts.encode(row), step)
+                           for group, step, row in state["running"]])
+        left = self.config.steps - self.gate.version
+        self.note(f"going on from {checkpoint}: {len(state['arrived'])} finished groups kept, {len(state['running'])} started "
+                  "again; " + (f"{left} steps left" if left > 0 else "nothing left to train; raise steps, or set resume=never"))
+
     def started(self, publish: dict[str, float]) -> None:
-        """Version 0 is live on all actors: drop their accounts of the start-up, and start the step clock."""
+        """The first version is live on all actors: drop their accounts of the start-up, and start the step clock."""
         for _ in self.grid.actor_ranks:
             self.channel.wait("accounts", "the actors to come up")
         proved = "published and proved" if self.config.publish.verify else "published, not verified,"
-        self.note(f"version 0 {proved} in {publish['total']:.2f} s")
+        self.note(f"version {self.gate.version} {proved} in {publish['total']:.2f} s")
         self.clock = time.perf_counter()
 
     def assign(self) -> None:
@@ -79,6 +119,9 @@ class Director:
         config, headers = self.config, {group: self.headers[group] for group in self.gate.groups()}
         oldest = min(header["oldest"] for header in headers.values())
         assert self.gate.version - oldest <= config.max_staleness, f"step {self.gate.version} got tokens of version {oldest}"
+        every, after = config.checkpoint.every, self.gate.version + 1
+        self.saves = self.signalled or (every > 0 and (after % every == 0 or after == config.steps))
+        self.signalled = False
         self.work: list[list] = [[] for _ in range(self.grid.learners)]  # [rank][minibatch][micro-batch] -> [group, number]
         for groups in minibatches(list(headers), config.learner.minibatches):
             entries = [[group, number] for group in groups for number, (_, generated) in enumerate(headers[group]["lengths"])
@@ -92,7 +135,7 @@ class Director:
         if not any(batch for mine in self.work for batches in mine for batch in batches):
             self.note(f"warning: no sample of step {self.gate.version} has a reward; only momentum moves the weights")
         for rank, mine in enumerate(self.work):
-            self.channel.push(f"work/{rank}", {"minibatches": mine})
+            self.channel.push(f"work/{rank}", {"minibatches": mine, "checkpoint": self.saves})
 
     def credit(self) -> None:
         """Rewards are complete: tell each learner (reward, advantage, loss weight) of its samples."""
@@ -123,15 +166,18 @@ class Director:
             self.channel.push(f"credit/{rank}", {"credits": [self.credits[entry] for entry in entries]})
 
     def release(self) -> None:
-        rollout, messages = self.config.rollout, []
+        messages = []
         for step in self.gate.due():
             self.gate.release(self.next_group, step)
-            min_version = max(0, step - self.config.max_staleness)
-            self.ledger.flow("s", self.next_group)
-            messages.append(prompt_message(self.next_group, self.prompts.draw(), min_version)
-                            | {"samples": rollout.samples_per_prompt, "temperature": rollout.temperature})
+            messages.append(self.training_message(self.next_group, self.prompts.draw(), step))
             self.next_group += 1
         self.send_prompts(messages)
+
+    def training_message(self, group: int, prompt: Prompt, step: int) -> dict:
+        self.rows[group] = prompt.row
+        rollout = self.config.rollout
+        return prompt_message(group, prompt, max(0, step - self.config.max_staleness)) | {
+            "samples": rollout.samples_per_prompt, "temperature": rollout.temperature}
 
     def send_prompts(self, messages: list[dict]) -> None:
         """Each to the actor with the fewest groups out, as few messages an actor as the store's limit allows."""
@@ -166,6 +212,7 @@ class Director:
             self.note(f"warning: group {group} (row {header['row']}) is unscored: {header['error'].strip()}")
         if group < 0:
             return
+        del self.rows[group]
         if not any(reward is not None for reward in header["rewards"]):
             self.gate.arrive(group, "unscored")
         elif self.replaces(header):
@@ -236,7 +283,7 @@ class Director:
         for group in groups:
             del self.headers[group]
             self.channel.drop(f"payload/{group}")
-        if step == 0:
+        if step == self.first:
             self.note(memory_line(reports[0]["memory"]))
         self.note(step_line(row, self.config.steps, self.bounds))
         self.bar.update()
@@ -353,10 +400,10 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
     }
 
 
-def open_trackers(config: Config) -> list:
-    """The configured trackers, through accelerate."""
+def open_trackers(config: Config, version: int) -> list:
+    """The configured trackers, through accelerate; what they hold of steps after `version` is dropped."""
     from accelerate.tracking import TensorBoardTracker, WandBTracker  # slow to import, and needed on rank 0 only
-    kinds = {"tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=config.run_dir),
+    kinds = {"tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=config.run_dir, purge_step=version),
              "wandb": lambda: WandBTracker("seventy", dir=config.run_dir)}
     trackers = [kinds[name]() for name in config.log.trackers]
     for tracker in trackers:

@@ -9,16 +9,18 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError
-from data import Encoder, Prompts, load_rows
+from data import Encoder, Prompt, Prompts, load_rows
 from ledger import HostEvent, Ledger
 from model import parameter_shapes
 from parallel import check_lanes
+from resume import read_state, resume_point
 from shape import Shape, check_exact, check_positions, read_shape
 from sharding import open_folder
 from sync import Grid
@@ -31,6 +33,7 @@ class Start:
     shape: Shape
     encoder: Encoder
     device: torch.device
+    checkpoint: Path | None = None  # to go on from
 
 
 def prepare(config: Config) -> Start:
@@ -56,7 +59,7 @@ def prepare(config: Config) -> Start:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
     if rank == 0:
         check_folders(config, shape, encoder)
-    return Start(rank, shape, encoder, pick_device(config))
+    return Start(rank, shape, encoder, pick_device(config), resume_point(config))
 
 
 def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
@@ -85,11 +88,18 @@ def join(config: Config, device: torch.device) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
 
 
-def load_prompts(config: Config, encoder: Encoder) -> tuple[Prompts, list]:
-    """Training prompts and the held-out ones. Raises ConfigError."""
+def load_prompts(config: Config, start: Start) -> tuple[Prompts, list[Prompt]]:
+    """Training prompts, at the checkpoint's cursor, and the held-out ones. Raises ConfigError."""
+    encoder = start.encoder
     prompts = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed)
     prompts.draw()  # raises if no prompt fits
     prompts.cursor = prompts.skipped = 0
+    if start.checkpoint:
+        state = read_state(start.checkpoint)
+        if state["rows"] != prompts.fingerprint():
+            raise ConfigError(f"`data.path` = {config.data.path!r} has changed since {start.checkpoint} was made, and its cursor "
+                              "would mean other rows: restore the data, or set resume=never")
+        prompts.cursor, prompts.skipped = state["cursor"], state["skipped"]
     if not config.eval.every:
         return prompts, []
     rows = load_rows(config.data.eval_path, config.data.eval_split, "data.eval_path")

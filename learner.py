@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from ledger import Ledger
 from losses import Tokens, gae, kl, objective, value_loss, whitening
 from memory import Living, nbytes, peak_bytes
 from optimizer import Optimizer, build_optimizer, learning_rate
+from resume import load_tensors
 from shape import Shape
 from sharding import build_policy, build_scorer, park
 
@@ -373,6 +375,21 @@ class Learner:
     def shards(self) -> dict[str, Tensor]:
         """This rank's rows of every fp32 master that an engine holds: what is published."""
         return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters() if name != "score.weight"}
+
+    def state(self) -> dict[str, Tensor]:
+        """The live masters and moments of every trained model, sharded: what a checkpoint holds, and is read back into."""
+        found = {}
+        for label, (model, optimizer, _) in zip(("policy", "critic"), self.trained, strict=False):
+            found |= {f"{label}.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+            found |= {f"{label}.adamw.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+        return found
+
+    def restore(self, checkpoint: Path, group: dist.ProcessGroup) -> None:
+        """Go on from a checkpoint, whatever the number of ranks that saved it. Raises ConfigError if it does not fit."""
+        tensors = self.state()
+        load_tensors(checkpoint, tensors, group)
+        for label, (_, optimizer, _) in zip(("policy", "critic"), self.trained, strict=False):
+            optimizer.load_state_dict({name: tensors[f"{label}.adamw.{name}"] for name in optimizer.state_dict()})
 
     def full_tensors(self):
         """(name, whole parameter in the compute type) of the policy, one at a time; every learner rank must walk it."""

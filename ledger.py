@@ -181,19 +181,44 @@ def merge_accounts(accounts: list[dict[str, float]], role: str) -> dict[str, flo
 
 
 class RunFolder:
-    """The files of a run, written by rank 0. An earlier run's folder is renamed, never overwritten."""
+    """The files of a run, written by rank 0. An earlier run's folder is renamed, never overwritten, unless it goes on.
 
-    def __init__(self, path: str):
+    A run that goes on at `version` forgets the rows of later steps; what they took stays in the trace.
+    """
+
+    def __init__(self, path: str, version: int | None = None):
         self.path = Path(path)
         self.moved = None
-        if self.path.exists() and any(self.path.iterdir()):
+        self._files: dict[str, TextIO] = {}
+        self._named: set[int] = set()
+        if version is not None:
+            for name, key in (("metrics", "step"), ("ledger", "step"), ("rollouts", "step"), ("eval", "version")):
+                self._cut(self.path / f"{name}.jsonl", key, version)
+            self._open_trace()
+        elif self.path.exists() and any(self.path.iterdir()):
             number = next(n for n in range(1, 1 << 30) if not self.path.with_name(f"{self.path.name}.{n}").exists())
             self.moved = self.path.with_name(f"{self.path.name}.{number}")
             self.path.rename(self.moved)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._files: dict[str, TextIO] = {}
-        self._named: set[int] = set()
         self.append("metrics.jsonl", [])
+
+    def _cut(self, file: Path, key: str, version: int) -> None:
+        """Keep the rows before `version`; the last line of a killed run may be half a row."""
+        if file.exists():
+            lines = file.read_text(encoding="utf-8").split("\n")
+            whole = [line for line in lines[:-1] if json.loads(line)[key] < version]
+            file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+            self._files[file.name] = file.open("a", encoding="utf-8")
+
+    def _open_trace(self) -> None:
+        """Cut the trace behind its last whole event, so that more can follow."""
+        file = self.path / "trace.json"
+        if file.exists():
+            events = [line.removesuffix(",") for line in file.read_text().split("\n") if line.startswith("{")]
+            whole = [event for event in events if event.endswith("}")]
+            file.write_text("[\n" + ",\n".join(whole))
+            if whole:
+                self._files[file.name] = file.open("a")
 
     def write_config(self, yaml_text: str, provenance: dict[str, str]) -> None:
         header = "".join(f"# {name}: {value}\n" for name, value in provenance.items())

@@ -10,6 +10,8 @@ bytes a parameter and the reference's 4; the other half of the GPUs, which decod
 A row has the prompt and two responses, `chosen` and `rejected`: strings, or lists of {role, content} messages.
 """
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from tqdm import tqdm
 from balance import Item, minibatches, plan_micro_batches
 from checkpoint import save_hf
 from config import Config, ConfigError
-from data import Encoder, Prompt, Prompts
+from data import Prompt, Prompts
 from launch import Start, join, load_prompts, make_ledger
 from learner import Learner, Sample, measure_matmul_flops
 from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts
+from resume import Checkpoints, read_state, version_of
 from settings import to_yaml
 from shape import Shape
 from sync import Grid, make_groups
@@ -72,11 +75,13 @@ def split(pairs: list[Pair], shape: Shape, grid: Grid, rank: int, max_tokens: in
 class Summary:
     """Means over all ranks, and on rank 0 the run's files and lines."""
 
-    def __init__(self, config: Config, learner: Learner, rank: int):
-        self.config, self.learner, self.rank = config, learner, rank
-        self.folder = RunFolder(config.run_dir) if rank == 0 else None
-        self.bar = tqdm(total=config.steps, unit="step", disable=rank > 0 or not sys.stderr.isatty(), leave=False)
-        self.bound = measure_matmul_flops(getattr(torch, config.model.dtype), learner.device) if rank == 0 else 0.0
+    def __init__(self, config: Config, learner: Learner, start: Start):
+        self.config, self.learner, self.rank = config, learner, start.rank
+        first = version_of(start.checkpoint) if start.checkpoint else None
+        self.folder = RunFolder(config.run_dir, first) if self.rank == 0 else None
+        self.bar = tqdm(total=config.steps, initial=first or 0, unit="step", leave=False,
+                        disable=self.rank > 0 or not sys.stderr.isatty())
+        self.bound = measure_matmul_flops(getattr(torch, config.model.dtype), learner.device) if self.rank == 0 else 0.0
         self.best: float | None = None
         if self.folder:
             self.folder.write_config(to_yaml(config), {})
@@ -141,12 +146,16 @@ class Summary:
 
 def train_pairs(config: Config, start: Start) -> None:
     """A whole run on preference pairs: all ranks call it. Raises ConfigError before the first process group."""
-    train, held_out = load_pairs(config, start.encoder)
+    train, held_out = load_pairs(config, start)
     join(config, start.device)
     grid = Grid.of(config)
-    mesh = make_groups(grid, None, start.device.type, config.collective_timeout_s).mesh
-    learner = Learner(config, start.shape, start.encoder.vocab, mesh, start.device)
-    summary, ledger = Summary(config, learner, start.rank), make_ledger(config, start.device)
+    groups, first = make_groups(grid, None, start.device.type, config.collective_timeout_s), version_of(start.checkpoint)
+    learner = Learner(config, start.shape, start.encoder.vocab, groups.mesh, start.device)
+    summary, ledger = Summary(config, learner, start), make_ledger(config, start.device)
+    saver = Checkpoints(config.run_dir, config.checkpoint.keep, groups.checkpoint)
+    if start.checkpoint:
+        learner.restore(start.checkpoint, groups.checkpoint)
+        summary.best = read_state(start.checkpoint)["best"]
     limit = config.learner.max_tokens_per_micro_batch
 
     def judge(version: int) -> None:
@@ -157,7 +166,7 @@ def train_pairs(config: Config, start: Start) -> None:
                 summary.save("best", version)
             ledger.account()  # no part of a step
 
-    for step in range(config.steps):
+    for step in range(first, config.steps):
         judge(step)
         drawn = [train.draw() for _ in range(config.rollout.prompts_per_step)]
         updates = [split(part, start.shape, grid, start.rank, limit) for part in minibatches(drawn, config.learner.minibatches)]
@@ -166,6 +175,14 @@ def train_pairs(config: Config, start: Start) -> None:
         summary.step(step, len(drawn), sums, ledger.account())
         if config.export.every and (step + 1) % config.export.every == 0:
             summary.save(f"step-{step + 1}", step + 1)
+        saver.poll()
+        if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps):
+            with ledger.span("checkpoint"):
+                prompts = train.prompts
+                saver.save(step + 1, learner.state(), {
+                    "config": json.loads(json.dumps(dataclasses.asdict(config))), "rows": prompts.fingerprint(),
+                    "cursor": prompts.cursor, "skipped": prompts.skipped, "best": summary.best}, {})
+    saver.wait()
     judge(config.steps)
     summary.save("model", config.steps)
     if train.skipped or train.prompts.skipped:
@@ -178,11 +195,12 @@ def train_pairs(config: Config, start: Start) -> None:
     dist.destroy_process_group()
 
 
-def load_pairs(config: Config, encoder: Encoder) -> tuple[Pairs, list[Pair]]:
+def load_pairs(config: Config, start: Start) -> tuple[Pairs, list[Pair]]:
     """Training pairs, and the held-out ones that fit. Raises ConfigError."""
-    prompts, held_out = load_prompts(config, encoder)
+    prompts, held_out = load_prompts(config, start)
     train = Pairs(prompts, config.rollout.max_new_tokens)
+    before = prompts.cursor, prompts.skipped
     train.draw()
-    prompts.cursor = prompts.skipped = train.skipped = 0
+    (prompts.cursor, prompts.skipped), train.skipped = before, 0
     pairs = [train.encode(prompt) for prompt in held_out]
     return train, [pair for pair in pairs if max(sample.response for sample in pair) <= config.rollout.max_new_tokens]

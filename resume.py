@@ -14,6 +14,7 @@ function of (seed, group, sample, position), and data order one of (seed, cursor
 All ranks must see one file system.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from config import ConfigError
+from config import Config, ConfigError, fields
 
 
 class CheckpointError(RuntimeError):
@@ -94,6 +95,29 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
+MUST_MATCH = ("seed", "model.path", "data.path", "data.split", "data.shuffle", "data.prompt_column", "data.max_prompt_tokens",
+              "rollout.prompts_per_step", "algorithm.loss")
+
+
+def resume_point(config: Config) -> Path | None:
+    """The checkpoint that this run goes on from. Raises ConfigError if it was made under settings that cannot change."""
+    found = complete(config.run_dir) if config.resume == "auto" else []
+    if not found:
+        return None
+    before = read_state(found[-1])["config"]
+    for key, *_ in fields():
+        section, _, name = key.rpartition(".")
+        then, now = ((values[section] if section else values)[name] for values in (before, dataclasses.asdict(config)))
+        if key in MUST_MATCH and then != now:
+            raise ConfigError(f"`{key}` = {now!r}, but {found[-1]} was made with {then!r}: restore it, or set resume=never")
+    return found[-1]
+
+
+def version_of(checkpoint: Path | None) -> int:
+    """Updates that a checkpoint holds; 0 without one."""
+    return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+
+
 def read_state(checkpoint: Path) -> dict:
     """state.json of a checkpoint. Raises ConfigError if it cannot be read."""
     try:
@@ -114,10 +138,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor], group: dist.Proce
     """
     reader = HuggingFaceStorageReader(str(checkpoint / "tensors"))
     stored = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    different = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-    if different:
-        name = different[0]
-        raise ConfigError(f"checkpoint {checkpoint} does not fit this config: {name} is {stored.get(name, 'absent')} there and "
-                          f"{wanted.get(name, 'absent')} here; restore the config, or set resume=never")
+    for name, tensor in tensors.items():
+        if stored.get(name) != tuple(tensor.shape):
+            raise ConfigError(f"checkpoint {checkpoint} does not fit this config: {name} is {stored.get(name, 'absent')} there and "
+                              f"{tuple(tensor.shape)} here; restore the config, or set resume=never")
     dcp.load(tensors, storage_reader=reader, process_group=group)

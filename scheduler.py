@@ -356,6 +356,17 @@ class ReleaseGate:
         """The current step's groups that are back, ascending."""
         return sorted(group for group, _ in self._arrived.get(self.version, []))
 
+    def open_groups(self) -> tuple[dict[int, int], dict[int, tuple[int, str]]]:
+        """Groups that are out, with their step, and those that are back but not trained, with step and outcome."""
+        arrived = {group: (step, outcome) for step, groups in self._arrived.items() for group, outcome in groups}
+        return dict(self._running), arrived
+
+    def restore(self, version: int, running: dict[int, int], arrived: dict[int, tuple[int, str]]) -> None:
+        """Go on at `version` with the groups that `open_groups` told of then."""
+        self.version, self._running, self._arrived = version, dict(running), {}
+        for group, (step, outcome) in arrived.items():
+            self._arrived.setdefault(step, []).append((group, outcome))
+
     def train(self) -> list[int]:
         """End the current step's groups and count the update; returns them ascending. The step must be ready."""
         assert self.ready(), f"step {self.version} trained before all its groups were back"

@@ -154,6 +154,7 @@ class Groups:
     shard_group: dist.ProcessGroup | None  # this learner's copy of the model
     streams: tuple[dist.ProcessGroup, ...]  # one a stream of the plan: its root and the actors of its lane
     lanes: dist.ProcessGroup | None  # the ranks of this actor's engine, if it has several
+    checkpoint: dist.ProcessGroup | None = None  # of all learners, used by the thread that writes
 
 
 def make_groups(grid: Grid, plan: TransferPlan | None, device: str, timeout_s: float) -> Groups:
@@ -165,6 +166,7 @@ def make_groups(grid: Grid, plan: TransferPlan | None, device: str, timeout_s: f
     streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
                                    timeout=limit) for stream in (plan.streams if plan else ()))
     engines = [dist.new_group(list(range(leader, leader + grid.tp)), timeout=limit) for leader in grid.leaders if grid.tp > 1]
+    checkpoint = dist.new_group(list(range(grid.learners)), timeout=limit, backend="gloo")
     replica, shard = divmod(dist.get_rank(), grid.shards)
     if replica >= grid.replicas:
         return Groups(None, None, streams, engines[(dist.get_rank() - grid.learners) // grid.tp] if engines else None)
@@ -173,7 +175,7 @@ def make_groups(grid: Grid, plan: TransferPlan | None, device: str, timeout_s: f
     else:
         mesh = DeviceMesh.from_group([replicate_groups[shard], shard_groups[replica]], device, mesh=ranks,
                                      mesh_dim_names=("replicate", "shard"))
-    return Groups(mesh, shard_groups[replica], streams, None)
+    return Groups(mesh, shard_groups[replica], streams, None, checkpoint)
 
 
 def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tuple[Layout, Shapes] | None) -> TransferPlan:

@@ -33,6 +33,7 @@ from ledger import Ledger
 from model import parameter_shapes
 from parallel import Lane
 from preference import train_pairs
+from resume import CheckpointError, Checkpoints, version_of
 from reward import Grader, total
 from scheduler import Request
 from settings import help_text, parse
@@ -136,63 +137,44 @@ def send_payload(config: Config, channel: Channel, group: tuple[dict, list[Reque
         "reasons": [request.finish_reason for request in done]}
 
 
-def run_learner(config: Config, learner: Learner, publisher: Publisher, ledger: Ledger, director: Director | None) -> None:
-    """Train on what the director assigns, publish, report. Rank 0 has the director and acts for it in between."""
-    channel, rank = publisher.channel, publisher.rank
-    patience = 2 * config.rollout.generation_timeout_s + config.collective_timeout_s  # an evaluation, then the groups
+def run_learner(learner: Learner, publisher: Publisher, ledger: Ledger, director: Director | None, first: int) -> None:
+    """Train on what the director assigns, publish, report, save. Rank 0 has the director and acts for it in between."""
+    config, channel, rank = learner.config, publisher.channel, publisher.rank
+    saver = Checkpoints(config.run_dir, config.checkpoint.keep, publisher.groups.checkpoint)
     if director:
-        publisher.announce(0)
-    first = publisher.send(0, learner.shards())
+        publisher.announce(first)
+    published = publisher.send(first, learner.shards())
     if director:
-        director.started(first)
+        director.started(published)
     ledger.account()
-    for step in range(config.steps):
+    for step in range(first, config.steps):
         if director:
-            judge(config, learner, director, ledger)
+            judge(learner, director, ledger)
         with ledger.span("wait_rollouts"):
             if director:
                 director.assign()
-            work = next_work(learner, channel, rank, patience)
-            rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
-                        for group in sorted({group for batches in work for batch in batches for group, _ in batch})}
-            updates = [[[make_sample(rollouts[group][number]) for group, number in batch] for batch in batches] for batches in work]
-        flat = [batch for batches in updates for batch in batches]
-        found = learner.score(flat, ledger)
-        with ledger.span("wait_rollouts"):
-            if config.late_rewards:
-                channel.push("scores", {"rank": rank, "found": found})
-            if director:
-                director.credit()
-            credits = channel.wait(f"credit/{rank}", "rank 0 to form advantages")["credits"]
-        samples = [sample for batch in flat for sample in batch]
-        for sample, (reward, advantage, weight) in zip(samples, credits, strict=True):
-            sample.reward, sample.advantage, sample.weight = reward, advantage, weight
-        learner.credit(samples)
+            work, updates, rollouts = take_work(learner, channel, rank)
+        credit(learner, publisher, director, [batch for batches in updates for batch in batches], ledger)
         with ledger.span("forward"):  # its first moment: neighbours of one kind are one bar of the trace
-            for group in {group for batches in work for batch in batches for group, number in batch if number == 0}:
+            for group in {group for batches in work["minibatches"] for batch in batches for group, number in batch if number == 0}:
                 ledger.flow("f", group)
         report = {"rank": rank, "train": learner.train(updates, step, ledger), "memory": learner.memory()}
-        arrows = [(step + 1, f"weights to rank {actor}") for actor in publisher.grid.actor_ranks if director]
-        with ledger.span("optimizer"):  # its last moment
-            for arrow in arrows:
-                ledger.flow("s", *arrow)
-        with ledger.span("publish"):
-            for arrow in arrows:
-                ledger.flow("t", *arrow)
-            if director:
-                publisher.announce(step + 1)
-            report["publish"] = publisher.send(step + 1, learner.shards())
+        report["publish"] = publish(publisher, learner, director, step + 1, ledger)
         channel.push("reports", report | {"account": ledger.account(), "events": ledger.events()})
         if director:
             with ledger.span("report"):
                 director.finish(rollouts)
-            if config.export.every and (step + 1) % config.export.every == 0:
-                with ledger.span("checkpoint"):
-                    director.save(learner, f"step-{step + 1}")
+        with ledger.span("checkpoint"):
+            saver.poll()
+            if work["checkpoint"]:
+                saver.save(step + 1, learner.state(), *(director.state() if director else (None, {})))
+            if director and config.export.every and (step + 1) % config.export.every == 0:
+                director.save(learner, f"step-{step + 1}")
+    saver.wait()
     if not director:
-        next_work(learner, channel, rank, patience)
+        take_work(learner, channel, rank)
         return
-    judge(config, learner, director, ledger)
+    judge(learner, director, ledger)
     with ledger.span("checkpoint"):
         director.save(learner, "model")
     director.close()
@@ -202,27 +184,66 @@ def run_learner(config: Config, learner: Learner, publisher: Publisher, ledger: 
         channel.push(f"control/{leader}", {"kind": "stop"})
 
 
-def judge(config: Config, learner: Learner, director: Director, ledger: Ledger) -> None:
+def take_work(learner: Learner, channel: Channel, rank: int) -> tuple[dict, list, dict[int, list[Rollout]]]:
+    """What rank 0 assigns, its samples as [update][micro-batch], and the groups they are of.
+
+    Weights that rank 0 saves before are gathered, which takes every learner.
+    """
+    config = learner.config
+    patience = 2 * config.rollout.generation_timeout_s + config.collective_timeout_s  # an evaluation, then the groups
+    while "save" in (work := channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)):
+        for _ in learner.full_tensors():
+            pass
+    entries = [entry for batches in work["minibatches"] for batch in batches for entry in batch]
+    rollouts = {group: unpack_group(channel.fetch(f"payload/{group}", f"the payload of group {group}"))
+                for group in sorted({group for group, _ in entries})}
+
+    def sample(group: int, number: int) -> Sample:
+        rollout = rollouts[group][number]
+        return Sample(rollout.tokens, rollout.num_prompt, rollout.logprobs)
+
+    return work, [[[sample(*entry) for entry in batch] for batch in batches] for batches in work["minibatches"]], rollouts
+
+
+def credit(learner: Learner, publisher: Publisher, director: Director | None, batches: list[list[Sample]], ledger: Ledger) -> None:
+    """Score the samples here, form their rewards and advantages on rank 0, and each token's here again."""
+    channel, rank = publisher.channel, publisher.rank
+    found = learner.score(batches, ledger)
+    with ledger.span("wait_rollouts"):
+        if learner.config.late_rewards:
+            channel.push("scores", {"rank": rank, "found": found})
+        if director:
+            director.credit()
+        credits = channel.wait(f"credit/{rank}", "rank 0 to form advantages")["credits"]
+    samples = [sample for batch in batches for sample in batch]
+    for sample, (reward, advantage, weight) in zip(samples, credits, strict=True):
+        sample.reward, sample.advantage, sample.weight = reward, advantage, weight
+    learner.credit(samples)
+
+
+def publish(publisher: Publisher, learner: Learner, director: Director | None, version: int, ledger: Ledger) -> dict[str, float]:
+    """Send the weights as `version`; returns the publication's seconds by part."""
+    arrows = [(version, f"weights to rank {actor}") for actor in publisher.grid.actor_ranks if director]
+    with ledger.span("optimizer"):  # its last moment
+        for arrow in arrows:
+            ledger.flow("s", *arrow)
+    with ledger.span("publish"):
+        for arrow in arrows:
+            ledger.flow("t", *arrow)
+        if director:
+            publisher.announce(version)
+        return publisher.send(version, learner.shards())
+
+
+def judge(learner: Learner, director: Director, ledger: Ledger) -> None:
     """Evaluate the current version if it is due, and keep it if it is the best."""
     if not director.evaluates:
         return
     with ledger.span("evaluate"):
         best = director.evaluate()
-    if best and config.eval.keep_best:
+    if best and learner.config.eval.keep_best:
         with ledger.span("checkpoint"):
             director.save(learner, "best")
-
-
-def next_work(learner: Learner, channel: Channel, rank: int, patience: float) -> list:
-    """What rank 0 assigns next; weights that it saves before are gathered, which takes every learner."""
-    while "save" in (message := channel.wait(f"work/{rank}", "rank 0 to assign samples", patience)):
-        for _ in learner.full_tensors():
-            pass
-    return message["minibatches"]
-
-
-def make_sample(rollout: Rollout) -> Sample:
-    return Sample(rollout.tokens, rollout.num_prompt, rollout.logprobs)
 
 
 def run(config: Config) -> None:
@@ -233,7 +254,7 @@ def run(config: Config) -> None:
         return
     rank, shape, encoder, device = start.rank, start.shape, start.encoder, start.device
     grid, shapes, ledger = Grid.of(config), parameter_shapes(shape), make_ledger(config, device)
-    prompts = load_prompts(config, encoder) if rank == 0 else None
+    prompts = load_prompts(config, start) if rank == 0 else None
     engine = grader = None
     if rank in grid.actor_ranks:
         lane = Lane((rank - grid.learners) % grid.tp, grid.tp)
@@ -257,8 +278,10 @@ def run(config: Config) -> None:
             grader.close()
     else:
         learner = Learner(config, shape, encoder.vocab, groups.mesh, device)
-        director = Director(config, shape, publisher, prompts, ledger) if rank == 0 else None
-        run_learner(config, learner, publisher, ledger, director)
+        if start.checkpoint:
+            learner.restore(start.checkpoint, groups.checkpoint)
+        director = Director(config, start, publisher, prompts, ledger) if rank == 0 else None
+        run_learner(learner, publisher, ledger, director, version_of(start.checkpoint))
     dist.barrier()  # rank 0 holds the store: it leaves last
     dist.destroy_process_group()
 
@@ -277,7 +300,7 @@ def main(argv: list[str]) -> int:
             time.sleep(3.0)  # where all fail alike, rank 0's exit ends this one before it repeats the message
         print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
-    except (PublicationError, TimeoutError, FloatingPointError, dist.DistError) as error:
+    except (PublicationError, CheckpointError, TimeoutError, FloatingPointError, dist.DistError) as error:
         role = "learner" if rank < Grid.of(config).learners else "actor"
         print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
         if rank == 0:

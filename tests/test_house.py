@@ -15,8 +15,8 @@ FLOORS = [  # lowest first; an import goes to a lower floor
      "resume", "kernels"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding"},
-    {"actor", "learner"},
-    {"plan", "simulate", "report", "director", "launch"},
+    {"actor", "learner", "launch"},
+    {"plan", "simulate", "report", "director"},
     {"preference"},
     {"train"},
 ]
