@@ -224,7 +224,8 @@ class Child:
             env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                     "LD_PRELOAD": str(Path(python).parent.parent / "lib" / "libiomp5.so")}
         else:
-            env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}  # as train.py; Intel's OpenMP spins 0.2 s after work
+            env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000",  # as train.py; Intel's OpenMP spins 0.2 s after work
+                    "THP_MEM_ALLOC_ENABLE": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen([python, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=log, text=True, env=env)
