@@ -338,6 +338,7 @@ class Runner:
         decoding = all(request.num_scheduled == 1 for request in batch)
         bucket = min((size for size in self.graphs if size >= len(batch)), default=0) if decoding else 0
         step = self.buffers.fill(batch, bucket)
+        self._copy_blocks(batch)
         if bucket and len(step.rows_R) == len(batch):
             self.graphs[bucket].replay()
             logits_RV = self.logits_RV[:len(batch)]
@@ -361,6 +362,15 @@ class Runner:
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("the logits are not finite: the published weights hold NaN or infinities")
         return list(zip(tokens, logprobs, strict=True))
+
+    def _copy_blocks(self, batch: list[Request]) -> None:
+        """Prompts' partial blocks for those who start with a copy; nobody's source is written to in this step before it is read."""
+        size = self.config.actor.block_size
+        pairs = [(request.source, request.blocks[request.num_computed // size]) for request in batch if request.source >= 0]
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.device).T
+            blocks = self.cache.unflatten(2, (-1, size))
+            blocks[:, :, targets] = blocks[:, :, sources]
 
     def _sample(self, logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         if self.by_rows and not step.knobs.truncates:

@@ -14,7 +14,7 @@ must not spin on the cores of the one that runs: their CPU time is taken too (gl
 Two threads for each engine:
 
   seventy         `actor.LLM`, a request of n samples for each prompt, at most `--max-num-seqs` samples at once. KV blocks of 8:
-                  of a shared prompt each sample computes the partial last block by itself.
+                  of a shared prompt each sample gets a copy of the partial last block.
   generate        sdpa, left-padded batches of GENERATE_ROWS rows, each as long as its longest response. No logprobs. Round 1 only.
   generate_batch  transformers' continuous batching, logprobs returned. Measured in round 1 only, it takes long.
   vllm            Eager, in the process itself (no engine process beside two busy cores), Intel's OpenMP preloaded as its
