@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in train.py; read when torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 import torch.distributed as dist

@@ -250,7 +250,10 @@ class AttendByRows:
         short = short[np.argsort(tables_NB[short, 0], kind="stable")]  # neighbours that share a prefix find it in the caches
         owners_S = np.repeat(short, counts_N[short])
         within_S = np.arange(len(owners_S)) - np.repeat(np.cumsum(counts_N[short]), counts_N[short])  # -S ... -1 of each request
-        self.pages = tables_NB, starts_N1[1:][owners_S] + within_S, owners_S, contexts_N[owners_S] + within_S, block_size
+        positions_S = contexts_N[owners_S] + within_S
+        work_S, threads = np.cumsum(positions_S + 1), torch.get_num_threads()
+        parts_P1 = np.searchsorted(work_S, np.arange(threads + 1) * work_S[-1:].sum() // threads, "right")  # equal work for each
+        self.pages = tables_NB, starts_N1[1:][owners_S] + within_S, owners_S, positions_S, parts_P1, block_size
         self.long, long = None, np.flatnonzero(counts_N > SHORT)
         if len(long):
             chunks = tables_NB[long], np.concatenate([[0], np.cumsum(counts_N[long])]), contexts_N[long]
@@ -258,7 +261,7 @@ class AttendByRows:
             self.long_rows = torch.from_numpy(np.concatenate([np.arange(starts_N1[n], starts_N1[n + 1]) for n in long]))
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        from kernels.rows import attend_rows  # imports numba, which only this path needs
+        from kernels.row_attention import attend_rows  # imports numba, which only this path needs
         out = attend_rows((q_THD, k_TKD, v_TKD), self.rotary, self.slots, self.cache[layer], self.pages, window)
         if self.long is not None:
             out[self.long_rows] = self.long(q_THD[self.long_rows], *self.cache[layer], window)
@@ -274,7 +277,7 @@ class Runner:
         with torch.device("meta"):
             model = Transformer(shape, vocab)
         self.layout: Layout = same_layout(parameter_shapes(shape))
-        self.by_rows = (not config.exact and device.type == "cpu" and dtype == torch.float32
+        self.by_rows = (not config.exact and device.type == "cpu" and dtype == torch.float32 and shape.head_dim % 16 == 0
                         and importlib.util.find_spec("numba") is not None)
         if not config.exact:
             packs = device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -335,6 +338,7 @@ class Runner:
         decoding = all(request.num_scheduled == 1 for request in batch)
         bucket = min((size for size in self.graphs if size >= len(batch)), default=0) if decoding else 0
         step = self.buffers.fill(batch, bucket)
+        self._copy_blocks(batch)
         if bucket and len(step.rows_R) == len(batch):
             self.graphs[bucket].replay()
             logits_RV = self.logits_RV[:len(batch)]
@@ -358,6 +362,15 @@ class Runner:
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("the logits are not finite: the published weights hold NaN or infinities")
         return list(zip(tokens, logprobs, strict=True))
+
+    def _copy_blocks(self, batch: list[Request]) -> None:
+        """Prompts' partial blocks for those who start with a copy; nobody's source is written to in this step before it is read."""
+        size = self.config.actor.block_size
+        pairs = [(request.source, request.blocks[request.num_computed // size]) for request in batch if request.source >= 0]
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.device).T
+            blocks = self.cache.unflatten(2, (-1, size))
+            blocks[:, :, targets] = blocks[:, :, sources]
 
     def _sample(self, logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         if self.by_rows and not step.knobs.truncates:

@@ -14,7 +14,7 @@ must not spin on the cores of the one that runs: their CPU time is taken too (gl
 Two threads for each engine:
 
   seventy         `actor.LLM`, a request of n samples for each prompt, at most `--max-num-seqs` samples at once. KV blocks of 8:
-                  of a shared prompt each sample computes the partial last block by itself.
+                  of a shared prompt each sample gets a copy of the partial last block.
   generate        sdpa, left-padded batches of GENERATE_ROWS rows, each as long as its longest response. No logprobs. Round 1 only.
   generate_batch  transformers' continuous batching, logprobs returned. Measured in round 1 only, it takes long.
   vllm            Eager, in the process itself (no engine process beside two busy cores), Intel's OpenMP preloaded as its
@@ -224,7 +224,8 @@ class Child:
             env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                     "LD_PRELOAD": str(Path(python).parent.parent / "lib" / "libiomp5.so")}
         else:
-            env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}  # as train.py; Intel's OpenMP spins 0.2 s after work
+            env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000",  # as train.py; Intel's OpenMP spins 0.2 s after work
+                    "THP_MEM_ALLOC_ENABLE": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen([python, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=log, text=True, env=env)

@@ -1,4 +1,4 @@
-"""The compiled loops of a CPU engine (kernels/rows.py) against float64, and against PagedAttention where both apply."""
+"""The compiled loops of a CPU engine (kernels/rows.py, kernels/row_attention.py) against float64, and against PagedAttention."""
 
 import itertools
 import math

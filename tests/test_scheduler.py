@@ -62,12 +62,24 @@ class Rig:
         size = self.scheduler.pool.block_size
         return request.blocks[position // size] * size + position % size
 
+    def copy_block(self, request: Request) -> None:
+        """What the runner does before a step: the whole block, also what the leader has generated since."""
+        size = self.scheduler.pool.block_size
+        if request.source >= 0:
+            self.seen["copied"] += 1
+            target = request.blocks[request.num_computed // size]
+            assert self.scheduler.pool.refs[target] == 1 and self.scheduler.pool.refs[request.source] >= 1
+            for offset in range(size):
+                self.slots[target * size + offset] = self.slots.get(request.source * size + offset, (None, ()))
+
     def step(self) -> list[tuple[Request, int]]:
         """One engine step; returns (request, tokens computed). Fails unless something that could run did run."""
         scheduler = self.scheduler
         startable = any(r.min_version <= scheduler.version for r in self.prompts if not r.finish_reason)
         before, was_running = {request: request.preemptions for request in self.prompts}, set(scheduler.running)
         batch = scheduler.schedule()
+        for request in batch:
+            self.copy_block(request)
         self.check()
         assert batch or not startable, "spin: unfinished requests, and nothing was scheduled"
         work = [(request, request.num_scheduled) for request in batch]
@@ -198,7 +210,7 @@ def explore(examples: int, fixed: bool) -> Counter:
     return seen
 
 
-EVENTS = {"preempted", "chunked", "published in flight", "held aborted", "stop", "length", "abort", "rejected", "hit"}
+EVENTS = {"preempted", "chunked", "published in flight", "held aborted", "stop", "length", "abort", "rejected", "hit", "copied"}
 
 
 def test_every_invariant_after_every_step_of_random_sequences():
@@ -230,9 +242,9 @@ def test_e2_three_requests_that_need_more_than_the_pool():
     assert list(rig.scheduler.pool.refs) == [0] * 8 and len(rig.scheduler.pool.free) == 8
 
 
-@pytest.mark.parametrize("length, hit", [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+@pytest.mark.parametrize("length, hit, copied", [(15, 0, 0), (16, 0, 0), (17, 16, 0), (32, 16, 15), (33, 32, 0), (35, 32, 2)])
 @pytest.mark.parametrize("times", [1, 2])
-def test_e3_prefix_hits_stop_before_the_last_token(length, hit, times):
+def test_e3_prefix_hits_stop_before_the_last_token(length, hit, copied, times):
     """E3: block 16, the prompt twice in one batch and again later: at least one query token each, outputs of a miss."""
     rig, prompt = Rig(64, 16), [n % 7 + 1 for n in range(length)]
     for group in range(times):
@@ -241,8 +253,8 @@ def test_e3_prefix_hits_stop_before_the_last_token(length, hit, times):
         assert work[leader] == length - (hit if group else 0), "the first prefill computes all, a later one what was not found"
         assert hit == 0 or sibling not in work, "a sibling that can share waits for the leader's blocks"
         computed = work.get(sibling) or dict(rig.step())[sibling]
-        assert computed == length - hit >= 1
-        assert (leader.prefix_hits, sibling.prefix_hits) == (hit if group else 0, hit)
+        assert computed == length - hit - copied >= 1
+        assert (leader.prefix_hits, sibling.prefix_hits) == (hit if group else 0, hit + copied)
         rig.run()
     rig.check_outputs()
 
@@ -255,7 +267,7 @@ def test_e3_different_prompts_in_one_batch():
             rig.add(len(rig.prompts), [n % 7 + 1 for n in range(length)], samples=2)
         rig.run()
     rig.check_outputs()
-    assert [r.prefix_hits for r in rig.prompts][8:] == [0, 0, 0, 0, 16, 16, 16, 16]
+    assert [r.prefix_hits for r in rig.prompts][8:] == [0, 0, 0, 0, 16, 16, 16, 31]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
@@ -329,6 +341,27 @@ def test_siblings_go_before_the_groups_behind_them():
     other, = rig.add(1, [2] * 5)
     rig.step()
     assert dict(rig.step()) == {leader: 1, sibling: 1, other: 5} and rig.scheduler.running == [leader, sibling, other]
+
+
+@pytest.mark.parametrize("fault", ["preempted", "finished", "another prompt"])
+def test_siblings_copy_only_from_a_leader_that_has_the_block(fault):
+    """A block that its owner has given back may hold anything; a sibling with other tokens may share only what is equal."""
+    rig = Rig(64, 4, budget=9)
+    leader, sibling = rig.add(0, [1, 2, 3, 4, 5, 6, 7], samples=2, new=1 if fault == "finished" else 5)
+    if fault == "another prompt":
+        sibling.tokens[5] = 9
+        rig.prompts[sibling] = list(sibling.tokens)
+    work = dict(rig.step())
+    assert work == {leader: 7} and rig.scheduler.held == {}
+    if fault == "preempted":
+        rig.scheduler._preempt()
+        assert rig.scheduler.waiting[0] is leader and leader.blocks.tolist() == []
+        rig.scheduler.waiting.rotate(-1)
+        assert rig.scheduler.waiting[0] is sibling
+    assert dict(rig.step())[sibling] == 3 and sibling.prefix_hits == 4
+    rig.run()
+    rig.check_outputs()
+    assert rig.seen["copied"] == 0
 
 
 def test_a_group_without_a_full_prompt_block_starts_at_once():
