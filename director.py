@@ -92,7 +92,7 @@ class Director:
         """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts."""
         state = read_state(checkpoint)
         self.next_group, self.best = state["next_group"], state["best"]
-        self.filtered.update({step: tokens for step, tokens in state["filtered"]})
+        self.filtered.update(dict(state["filtered"]))
         self.gate.restore(version_of(checkpoint), {group: step for group, step, _ in state["running"]},
                           {group: (step, outcome) for group, step, outcome, _ in state["arrived"]})
         for group, _, _, header in state["arrived"]:

@@ -84,7 +84,7 @@ def over_budget(files: Files) -> list[str]:
     limits = {path: 350 if path == "train.py" else 250 if path.startswith("kernels/") else 500 for path in files}
     faults = [f"{path}: {lengths[path]} lines, at most {limits[path]}" for path in files if lengths[path] > limits[path]]
     total = sum(length for path, length in lengths.items() if not path.startswith(("tests/", "bench/")))
-    return faults + ([f"the house: {total} lines, at most 8000"] if total > 8000 else [])
+    return faults + ([f"the house: {total} lines, at most 10500"] if total > 10500 else [])
 
 
 def stdlib_names(files: Files) -> list[str]:
