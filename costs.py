@@ -14,9 +14,10 @@ import heapq
 import math
 import random
 import statistics
+from collections.abc import Iterator
 
 from config import Config
-from hardware import ALLREDUCE_S, LAYER_S, LINK, MULTIPLY, PREFILL, READ_KV, STEP_S, STREAM, Hardware, along
+from hardware import ALLREDUCE_S, ETHERNET, LAYER_S, LINK, MULTIPLY, PREFILL, READ_KV, STEP_S, STREAM, Hardware, along
 from shape import Shape
 
 COMMUNICATOR = 16 * 2 * 4 * 2**20  # bytes: 16 channels x send and receive x NCCL_BUFFSIZE
@@ -288,3 +289,95 @@ def slots_of(config: Config, shape: Shape, hardware: Hardware, context: float) -
 
 def fits(memory: dict[str, float], hardware: Hardware) -> bool:
     return sum(memory.values()) <= USABLE * hardware.memory
+
+
+# Publication.
+
+def networks(config: Config, hardware: Hardware, total: float) -> dict[str, tuple[float, float, int, float]]:
+    """Bytes/s of a sender's card and of an all-gather, learners' cards, and seconds in which an engine takes `total` in: NVLink;
+    InfiniBand with a card a GPU, where each lane takes its slice; Ethernet with a card a node."""
+    per_node, tp = config.plan.gpus_per_node, config.actor.tp
+    learners = config.learner.replicas * config.learner.shards
+    nodes = -(-learners // per_node)
+    return {"nvlink": (hardware.nvlink, hardware.nvlink, learners, total / tp / hardware.nvlink),
+            "infiniband": (hardware.nic, min(hardware.nvlink, per_node * hardware.nic), learners, total / tp / hardware.nic),
+            "ethernet": (ETHERNET, ETHERNET, nodes, total / ETHERNET)}
+
+
+def publish_seconds(config: Config, total: float, wire: tuple[float, float, int, float]) -> dict[str, float]:
+    """Each way of sending `total` bytes at line rate; none is faster than the engine's own cards.
+
+    gather: whole on one rank, then from there. one_root: all slices over one card. rails: all cards of a node. lanes: ours; with
+    more shards than roots, owners hand their parts to the roots first, in which the roots' cards are busy as long again.
+    """
+    card, gathered, cards, landing = wire
+    roots = roots_of(config)
+    lanes = total / (card * min(roots, cards))
+    return {"gather": total / gathered + max(total / card, landing), "one_root": max(total / card, landing),
+            "rails": max(total / (card * min(config.plan.gpus_per_node, cards)), landing),
+            "lanes": max(lanes, landing) + lanes * (config.learner.shards > roots)}
+
+
+def roots_of(config: Config) -> int:
+    return max(config.actor.tp, min(config.learner.shards, config.publish.max_roots))
+
+
+# The split of GPUs into actors and learners.
+
+def placements(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, int, int, int]]:
+    """(actor replicas, tp, learner replicas, shards) that use all GPUs; an engine within a node; HSDP shards whole nodes."""
+    for tp in (size for size in range(1, min(gpus - 1, per_node) + 1) if per_node % size == 0):
+        if shape.heads % tp or shape.ffn % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+            continue
+        for replicas in range(1, (gpus - 1) // tp + 1):
+            learners = gpus - replicas * tp
+            for shards in (size for size in range(1, learners + 1) if learners % size == 0):
+                if shards == learners or shards % per_node == 0:
+                    yield replicas, tp, learners // shards, shards
+
+
+def placed(config: Config, placement: tuple[int, int, int, int]) -> Config:
+    replicas, tp, copies, shards = placement
+    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, replicas=replicas, tp=tp),
+                               learner=dataclasses.replace(config.learner, replicas=copies, shards=shards))
+
+
+def mean_field(config: Config, shape: Shape, hardware: Hardware, context: float) -> float:
+    """Seconds of a step's rollouts with all slots full of average samples (`context` keys each) until the end."""
+    work, tp, replicas = Workload.of(config), config.actor.tp, config.actor.replicas
+    costs = Costs(shape, hardware, tp, itemsize(config), config.actor.quantization == "fp8")
+    slots = slots_of(config, shape, hardware, context)
+    if not slots:
+        return float("inf")
+    batch = min(slots, work.count / replicas)
+    prompts = prompt_seconds(costs, work, work.groups / replicas, config.actor.block_size, config.actor.max_num_batched_tokens)
+    return prompts + work.generated / replicas / batch * costs.decode(batch, batch * context)
+
+
+def step_seconds(mode: str, generate: float, train: float, publish: float, again: float = 0.0) -> float:
+    """Of one step. sync: in turn. one_step: side by side, both pause for the publication, running samples prefill `again`.
+    async: side by side, staged weights and kept KV."""
+    if mode == "sync":
+        return generate + train + publish
+    return max(generate + again, train) + publish if mode == "one_step" else max(generate, train)
+
+
+def search(config: Config, shape: Shape, hardware: Hardware, mode: str, scale: float = 1.0) -> tuple[float, tuple[int, ...]] | None:
+    """(seconds, placement) of the fastest step among those that fit, of equals the one with fewest shards; None if none fits.
+
+    `scale` carries what is known of this engine's speed (given, or tail and all) over to other numbers of it.
+    """
+    work, best = Workload.of(config), None
+    context, rolled, trained = work.running_context(), {}, {}
+    for replicas, tp, copies, shards in placements(shape, config.world_size, config.plan.gpus_per_node):
+        there = placed(config, (replicas, tp, copies, shards))
+        if (replicas, tp) not in rolled:
+            ok = fits(actor_memory(there, shape, hardware, tp), hardware) and slots_of(there, shape, hardware, config.max_model_len)
+            rolled[replicas, tp] = scale * mean_field(there, shape, hardware, context) if ok else float("inf")
+        if (copies, shards) not in trained:
+            ok = fits(learner_memory(there, shape, hardware, copies, shards), hardware)
+            trained[copies, shards] = train_seconds(there, shape, hardware, work, copies, shards).total if ok else float("inf")
+        seconds = step_seconds(mode, rolled[replicas, tp], trained[copies, shards], 0.0)
+        if seconds < float("inf") and (best is None or (seconds, shards) < (best[0], best[1][3])):
+            best = seconds, (replicas, tp, copies, shards)
+    return best

@@ -11,15 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
-    {"config", "ledger", "shape", "scheduler", "losses", "grade", "sandbox", "transfer", "kernels"},
+    {"config", "ledger", "shape", "scheduler", "losses", "grade", "sandbox", "transfer", "kernels", "hardware", "costs"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel"},
     {"runner"},
     {"actor", "learner"},
+    {"calibrate"},
     {"plan", "simulate", "report", "director"},
     {"train"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
-SIDEWAYS = {("ledger", "config"), ("shape", "config"), ("simulate", "plan"), ("report", "plan")}  # arrows within a floor
+SIDEWAYS = {("ledger", "config"), ("shape", "config"), ("costs", "shape"), ("costs", "hardware"), ("simulate", "plan"),
+            ("report", "plan")}  # arrows within a floor
 FOR_ALL = {"config", "ledger"}
 NOT_OURS_TO_IMPORT = {"tests", "bench", "configs", "conftest"}
 BROAD_EXCEPTS = {"reward.py": 1}  # a process boundary: whatever a user's reward function raises
