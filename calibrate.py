@@ -144,7 +144,8 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh, ledger = DeviceMesh(device.type, [0], mesh_dim_names=("shard",)), Ledger(False)
     learner = Learner(alone, shape, shape.vocab, mesh, device)
-    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.learner.replicas // config.learner.shards
+    ranks = config.learner.replicas * config.learner.shards
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // ranks
     most = max(1, min(samples, config.learner.max_tokens_per_micro_batch // (prompt + response)))
     curves: dict = {"forward": [], "backward": []}
     for count in sorted({1, -(-most // 4), most}):

@@ -217,7 +217,7 @@ class Log:
 class Plan:
     # What plan.py cannot read off the rest of the config; a run itself uses none of it.
     hardware: str = "h100"
-    """a100, h100, h200 or b200 (vendors' sheets), or a JSON file that `plan.py --calibrate FILE` measured on your machine."""
+    """`a100`, `h100`, `h200` or `b200` (vendors' sheets), or a JSON file that `plan.py --calibrate FILE` measured on a machine."""
     gpus_per_node: Positive = 8
     """GPUs that share NVLink; an engine does not straddle two nodes."""
     mean_prompt: NonNegative = 0.0
@@ -233,7 +233,7 @@ class Plan:
     storage_gb_s: PositiveFloat = 2.0
     """GB/s at which one node writes a checkpoint."""
     dollars_per_gpu_hour: NonNegative = 2.5
-    """Price of one GPU for an hour."""
+    """Price of one GPU for an hour; 0 leaves money aside."""
 
 
 @dataclass(config=_strict, frozen=True)

@@ -36,7 +36,7 @@ SOURCES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One quantity: SI value, its unit, how it comes about in numbers, and where the formula is from."""
+    """One quantity: SI value, its unit, how it comes about in numbers, and where the formula is from (a key of SOURCES)."""
     value: float | int | bool
     unit: str
     how: str
@@ -57,7 +57,7 @@ class Sheet:
     def add(self, key: str, value: float | int | bool, unit: str, how: str, source: str = "") -> float | int | bool:
         if self._heading:
             self.headings[key], self._heading = self._heading, ""
-        self.entries[key] = Entry(value, unit, how, SOURCES[source])
+        self.entries[key] = Entry(value, unit, how, source)
         return value
 
     def value(self, key: str) -> float | int | bool:
@@ -79,8 +79,10 @@ class Sheet:
         for key, entry in self.entries.items():
             if key in self.headings:
                 lines += ["", self.headings[key]]
-            lines.append(f"  {key:34} {show(entry.value, entry.unit):>13}  {entry.how}")
-        return "\n".join(lines)
+            source = f"  [{entry.source}]" if entry.source else ""
+            lines.append(f"  {key:33} {show(entry.value, entry.unit):>14}  {entry.how}{source}")
+        used = dict.fromkeys(entry.source for entry in self.entries.values() if entry.source)
+        return "\n".join([*lines, "", *(f"  [{source}] {SOURCES[source]}" for source in used)])
 
 
 def show(value: float | int | bool, unit: str) -> str:
@@ -283,7 +285,8 @@ def add_modes(sheet: Sheet, case: Case) -> None:
     running, gpus = work.running_context(), config.world_size
     prefilled = min(max(1, slots_of(config, case.shape, case.hardware, running)), work.count / config.actor.replicas) * running
     sheet.under("A STEP BY MODE")
-    again = add("reprefill_s", case.engine.prefill(prefilled, running / 2), "s", f"{prefilled:,.0f} tokens running at a publication")
+    again = case.engine.prefill(prefilled, running / 2)
+    add("reprefill_s", again, "s", f"{prefilled:,.0f} tokens that are running at a publication")
     beside = add("beside_s", curves.get("beside_s", 0.0) + curves.get("sample_s", 0.0) * work.count, "s",
                  f"messages, text, report: {'measured' if curves else 'not counted'}")
     for mode, how in {"sync": "generate + train + publish + beside", "async": "max(generate, train) + beside",
@@ -445,7 +448,7 @@ def main(argv: list[str]) -> int:
             print(f"no quantity begins with {options.explain}; there are {', '.join(sheet.entries)}", file=sys.stderr)
             return 2
         for key, entry in found.items():
-            print(f"{key} = {show(entry.value, entry.unit)} ({entry.value!r})\n    = {entry.how}\n    {entry.source}")
+            print(f"{key} = {show(entry.value, entry.unit)} ({entry.value!r})\n    = {entry.how}\n    {SOURCES[entry.source]}")
     elif options.json:
         print(json.dumps(sheet.tree() | {"hardware": {"name": case.hardware.name, "origin": case.hardware.origin}}, indent=1))
     else:

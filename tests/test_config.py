@@ -20,7 +20,8 @@ ZERO_HAS_A_MEANING = {  # every other number refuses 0, which would divide by ze
     "steps", "seed", "max_staleness", "threads", "actor.kv_blocks", "actor.max_model_len", "learner.warmup_steps",
     "learner.min_lr_ratio", "learner.beta1",
     "learner.beta2", "learner.weight_decay", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip",
-    "algorithm.entropy_coef", "algorithm.kl_coef", "eval.every", "log.samples_per_step",
+    "algorithm.entropy_coef", "algorithm.kl_coef", "eval.every", "log.samples_per_step", "plan.mean_prompt", "plan.mean_response",
+    "plan.length_sigma", "plan.decode_tokens_per_gpu", "plan.dollars_per_gpu_hour",
 }
 
 
