@@ -293,6 +293,29 @@ class Log:
 
 
 @dataclass(config=_strict, frozen=True)
+class Plan:
+    # What plan.py cannot read off the rest of the config; a run itself uses none of it.
+    hardware: str = "h100"
+    """`a100`, `h100`, `h200` or `b200` (vendors' sheets), or a JSON file that `plan.py --calibrate FILE` measured on a machine."""
+    gpus_per_node: Positive = 8
+    """GPUs that share NVLink; an engine does not straddle two nodes."""
+    mean_prompt: NonNegative = 0.0
+    """Expected mean tokens of a prompt; 0 takes data.max_prompt_tokens."""
+    mean_response: NonNegative = 0.0
+    """Expected mean tokens of a response, after the cut; 0 takes rollout.max_new_tokens."""
+    length_sigma: NonNegative = 1.0
+    """Sigma of the lognormal that response lengths are drawn from, cut at rollout.max_new_tokens; 0 makes all equal."""
+    decode_tokens_per_gpu: NonNegative = 0.0
+    """Response tokens/s a GPU at this layout, if you have measured them; 0 derives them."""
+    learner_mfu: Fraction = 0.4
+    """Model FLOPs (causal half of attention) a learner GPU achieves, as a share of its dense peak."""
+    storage_gb_s: PositiveFloat = 2.0
+    """GB/s at which one node writes a checkpoint."""
+    dollars_per_gpu_hour: NonNegative = 2.5
+    """Price of one GPU for an hour; 0 leaves money aside."""
+
+
+@dataclass(config=_strict, frozen=True)
 class Config:
     steps: Count = 100
     """Optimizer steps; 0 only publishes and evaluates the start."""
@@ -326,6 +349,7 @@ class Config:
     export: Export = dataclasses.field(default_factory=Export)
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
     @property
     def offline(self) -> bool:

@@ -125,6 +125,8 @@ class Layer(nn.Module):
 
     def forward(self, x_TE: Tensor, residual_TE: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
         if self.recompute != "none" and torch.is_grad_enabled():
+            if residual_TE is not None:  # the same sum as inside the norm, but one tensor to keep instead of two
+                x_TE, residual_TE = residual_TE + x_TE, None
             # Inside the module, so that FSDP gathers the weights once around both computations.
             chosen = {"context_fn": KEEP_PRODUCTS} if self.recompute == "selective" else {}
             return checkpoint(self._forward, x_TE, residual_TE, rotary, attend, use_reentrant=False, **chosen)

@@ -12,17 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
-     "resume", "kernels"},
+     "resume", "kernels", "hardware", "costs"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding"},
     {"actor", "learner", "launch"},
+    {"calibrate"},
     {"plan", "simulate", "report", "director"},
     {"preference"},
     {"train"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
-SIDEWAYS = {("ledger", "config"), ("settings", "config"), ("shape", "config"),  # arrows within a floor
-            ("simulate", "plan"), ("report", "plan")}
+SIDEWAYS = {("ledger", "config"), ("settings", "config"), ("shape", "config"), ("costs", "shape"),
+            ("costs", "hardware"), ("simulate", "plan"), ("report", "plan")}  # arrows within a floor
 FOR_ALL = {"config", "settings", "ledger"}
 NOT_OURS_TO_IMPORT = {"tests", "bench", "configs", "conftest"}
 BROAD_EXCEPTS = {"reward.py": 1}  # a process boundary: whatever a user's reward function raises

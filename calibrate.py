@@ -1,0 +1,236 @@
+"""This machine measured on a config's model: `python plan.py CONFIG --calibrate FILE`, under a minute where nothing else runs.
+
+    bounds      products of the model's widths by rows, a copy, a broadcast between two processes by bytes
+    engine      `prefill`: (tokens, seconds) of whole prompts; `decode`: (rows, seconds) at `decode_context` keys each; `context_s`:
+                one key more for one row
+    learner     `forward`, `backward`: (tokens, seconds) of a micro-batch; `optimizer_s`
+    between     `publish_s`: announce to proof; `sample_s`: a sample's way from tokens to text, grade, payload and back; `beside_s`:
+                what a step costs besides
+
+Every curve comes from the real class, alone, with sequences of the workload's mean lengths, and each point is the fastest of a
+few: what else runs on the machine only adds.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from actor import Engine, measure_copy_bandwidth
+from config import Config, ConfigError
+from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
+from hardware import Hardware, along
+from learner import Learner, Sample
+from ledger import Ledger
+from model import parameter_shapes
+from reward import Grader
+from scheduler import Request
+from settings import parse, to_yaml
+from shape import Shape, read_shape
+from sync import Channel, Grid, Publisher, agree_on_plan, make_groups, open_channel
+from transfer import same_layout
+
+POLLS_S = 8e-3  # some six messages a step, one after the other, each polled for every 0.2 to 5 ms
+
+
+def calibrate(config: Config, prompt: int, response: int, file: str) -> str:
+    """Measure with sequences of `prompt` + `response` tokens, write `file`, and say what was found."""
+    started, shape = time.perf_counter(), read_shape(config.model.path)
+    on_gpu = torch.cuda.is_available() and not config.exact
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_num_threads(threads_of(config))
+    curves = {"process": psutil.Process().memory_info().rss, "gemm_flops": product_rates(config, shape, device)}
+    copy = measure_copy_bandwidth(device)
+    curves |= engine_curves(config, shape, prompt, response, device)
+    curves |= learner_curves(config, shape, prompt, response, device)
+    curves |= group_seconds(config, response)
+    link = 0.0
+    if not on_gpu or torch.cuda.device_count() > 1:
+        curves |= publication(config)
+        link = max(size / seconds for size, seconds in curves["broadcast"])
+    peak = max(rate for _, rate in curves["gemm_flops"])
+    memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
+    name = f"{torch.cuda.get_device_name() if on_gpu else f'{os.cpu_count()} CPU cores'}, {threads_of(config)} threads"
+    origin = f"measured on {config.model.path}, {config.model.dtype}{', exact' if config.exact else ''}"
+    found = Hardware(name, peak, peak, peak, copy, float(memory), link, link, curves, origin)
+    Path(file).write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    return (f"{name}: GEMM {peak / 1e9:.0f} GFLOP/s, copy {copy / 1e9:.1f} GB/s, link {link / 1e9:.2f} GB/s; {origin} in "
+            f"{time.perf_counter() - started:.0f} s -> {file}")
+
+
+def threads_of(config: Config) -> int:
+    """As train.py gives them to a rank when all ranks are on this machine."""
+    learners, actors = config.learner.replicas * config.learner.shards, config.actor.replicas * config.actor.tp
+    busy = learners + actors if config.max_staleness else max(learners, actors)
+    return config.threads or min(max(1, len(os.sched_getaffinity(0)) // busy), 2 if config.exact else 1 << 10)
+
+
+def fastest(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of `work`, after one call that warms up."""
+    found = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def product_rates(config: Config, shape: Shape, device: torch.device) -> list[tuple[int, float]]:
+    """FLOP/s of one layer's products and the head's, by rows."""
+    E, F, queries = shape.hidden, shape.ffn, shape.heads * shape.head_dim
+    sizes = [(queries + 2 * shape.kv_heads * shape.head_dim, E), (E, queries), (2 * F, E), (E, F), (shape.vocab, E)]
+    kind = {"dtype": getattr(torch, config.model.dtype), "device": device}
+    weights, rates = [torch.randn(size, **kind) for size in sizes], []
+    for rows in (1, 16, 64, 256, 1024):
+        inputs = [torch.randn(rows, columns, **kind) for _, columns in sizes]
+        seconds = fastest(lambda inputs=inputs: [x @ w.T for x, w in zip(inputs, weights, strict=True)], 3)
+        rates.append((rows, 2 * rows * sum(a * b for a, b in sizes) / seconds))
+    return rates
+
+
+def engine_curves(config: Config, shape: Shape, prompt: int, response: int, device: torch.device) -> dict:
+    """Steps of the engine with random weights: some requests prefill in one step, then decode for three."""
+    engine = Engine(config, shape, shape.vocab, device, Ledger(False))
+    for name, weight in engine.weights().items():
+        weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(0, shape.init_std)
+    engine.connect()
+    engine.publish(0)
+    draw, groups = torch.Generator().manual_seed(0), Counter()
+
+    def steps(rows: int, length: int) -> list[float]:
+        mine = range(groups["used"], groups["used"] + rows)
+        groups["used"] += rows
+        for group in mine:
+            engine.scheduler.add([Request(group, 0, torch.randint(shape.vocab, (length,), generator=draw).tolist(), 1 << 20)])
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+        for group in mine:
+            engine.scheduler.abort(group)
+        engine.step()
+        return seconds
+
+    budget, prefill, decode = config.actor.max_num_batched_tokens, [], []
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    most = min(config.actor.max_num_seqs, -(-samples // config.actor.replicas), max(1, budget // prompt))
+    for rows in sorted({1, -(-most // 8), most}):
+        rounds = [steps(rows, prompt) for _ in range(4)][1:]
+        prefill.append((rows * prompt, min(each[0] for each in rounds)))
+        decode.append((rows, min(min(each[1:]) for each in rounds)))
+    longer = min(prompt + response + config.rollout.max_new_tokens, config.max_model_len - 8)
+    rows = min(most, max(1, budget // max(1, longer)))
+    extra = min(steps(rows, longer)[1:]) - along(decode, rows) if longer > prompt else 0.0
+    return {"prefill": prefill, "decode": decode, "decode_context": prompt + 2,
+            "context_s": max(0.0, extra) / rows / max(1, longer - prompt)}
+
+
+def learner_curves(config: Config, shape: Shape, prompt: int, response: int, device: torch.device) -> dict:
+    """Whole train steps of one rank that holds the model alone."""
+    alone = dataclasses.replace(config, model=dataclasses.replace(config.model, init="random"))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, ledger = DeviceMesh(device.type, [0], mesh_dim_names=("shard",)), Ledger(False)
+    learner = Learner(alone, shape, shape.vocab, mesh, device)
+    ranks = config.learner.replicas * config.learner.shards
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // ranks
+    most = max(1, min(samples, config.learner.max_tokens_per_micro_batch // (prompt + response)))
+    curves: dict = {"forward": [], "backward": []}
+    for count in sorted({1, -(-most // 4), most}):
+        batch = [Sample([1] * (prompt + response), prompt, [-1.0] * response, 1.0, 1.0 / count)] * count
+        accounts = []
+        for _ in range(3):
+            ledger.account()
+            learner.train_step([batch], 0, ledger)
+            accounts.append(ledger.account())
+        for kind, curve in curves.items():
+            curve.append((count * (prompt + response), min(account[kind] for account in accounts[1:])))
+    dist.destroy_process_group()
+    return curves | {"optimizer_s": min(account["optimizer"] for account in accounts)}
+
+
+def group_seconds(config: Config, response: int) -> dict:
+    """One group's way through decoding to text, a grading process, the store and back; and a step's tracker."""
+    encoder, samples = Encoder(config.model.path, config.rollout.stop), config.rollout.samples_per_prompt
+    prompt = Prompts(load_rows(config.data.path, config.data.split, "data.path"), config.data, encoder, config.seed).draw()
+    channel = Channel(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 60.0)
+    grader, ids = Grader(config.reward), [1] * response
+    grader.wait_ready()
+    rollouts = [Rollout([*prompt.ids, *ids], len(prompt.ids), [-1.0] * response, [0] * response)] * samples
+
+    def once() -> None:
+        texts = [encoder.decode(ids) for _ in range(samples)]
+        grader.submit({"group": 0, "prompt": prompt.prompt, "columns": prompt.columns}, texts, [ids] * samples)
+        while not grader.poll():
+            pass
+        channel.put("payload/0", pack_group(rollouts))
+        unpack_group(channel.fetch("payload/0", "the payload"))
+        channel.drop("payload/0")
+
+    sample_s, report_s = fastest(once, 20) / samples, 0.0
+    grader.close()
+    if "tensorboard" in config.log.trackers:
+        from accelerate.tracking import TensorBoardTracker
+        with tempfile.TemporaryDirectory() as folder:
+            tracker = TensorBoardTracker("calibration", logging_dir=folder)
+            tracker.start()
+            report_s = fastest(lambda: tracker.log({f"value/{number}": 1.0 for number in range(60)}, step=0), 5)
+            tracker.finish()
+    return {"sample_s": sample_s, "beside_s": report_s + POLLS_S}
+
+
+def publication(config: Config) -> dict:
+    """One learner and one actor, two processes. Raises ConfigError if they fail."""
+    pair = dataclasses.replace(config, actor=dataclasses.replace(config.actor, replicas=1, tp=1),
+                               learner=dataclasses.replace(config.learner, replicas=1, shards=1))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pair.yaml").write_text(to_yaml(pair))
+        both = [subprocess.Popen([sys.executable, __file__, folder], env=os.environ | {
+            "RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}) for rank in (0, 1)]
+        ended = [rank.wait() for rank in both]
+        if any(ended):
+            raise ConfigError("calibration: the two processes of the publication failed; their messages stand above")
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def one_of_two(folder: str, rank: int) -> None:
+    """What each process of `publication` runs."""
+    config = parse([f"{folder}/pair.yaml"])
+    torch.set_num_threads(threads_of(config))
+    device = torch.device("cuda", rank) if torch.cuda.is_available() and not config.exact else torch.device("cpu")
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    channel, shapes = open_channel(rank, 60.0), parameter_shapes(read_shape(config.model.path))
+    plan = agree_on_plan(channel, config, shapes, (same_layout(shapes), shapes) if rank else None)
+    publisher = Publisher(channel, plan, make_groups(Grid.of(config), plan, device.type, 60.0), config, device)
+    dtype = getattr(torch, config.model.dtype) if rank else torch.float32
+    tensors, seconds = {name: torch.ones(shape, dtype=dtype, device=device) for name, shape in shapes.items()}, []
+    for version in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        publisher.receive(version, tensors) if rank else publisher.send(version, tensors)
+        seconds.append(time.perf_counter() - start)
+    found: dict = {"publish_s": min(seconds[1:]), "broadcast": []}
+    for size in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        found["broadcast"].append((size, fastest(lambda buffer=buffer: (dist.broadcast(buffer, 0), dist.barrier()), 3)))
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    one_of_two(sys.argv[1], int(os.environ["RANK"]))
