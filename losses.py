@@ -37,13 +37,13 @@ class Tokens:
 
     def sums(self, values_R: Tensor) -> Tensor:
         """Sum over each sequence, [N]."""
-        sequence_R = torch.arange(len(self.lengths), device=values_R.device).repeat_interleave(
-            torch.tensor(self.lengths, device=values_R.device))
+        lengths_N = torch.tensor(self.lengths, dtype=torch.long, device=values_R.device)  # long, for a micro-batch of none
+        sequence_R = torch.arange(len(self.lengths), device=values_R.device).repeat_interleave(lengths_N)
         return values_R.new_zeros(len(self.lengths)).index_add(0, sequence_R, values_R)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Each sequence's value at all of its tokens, [R]."""
-        return values_N.repeat_interleave(torch.tensor(self.lengths, device=values_N.device))
+        return values_N.repeat_interleave(torch.tensor(self.lengths, dtype=torch.long, device=values_N.device))
 
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # of each token, and its statistics
