@@ -28,9 +28,9 @@ SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 class WeightFolder:
-    """The safetensors of a folder, opened lazily; gives row slices by parameter name."""
+    """The safetensors of a folder, opened lazily; gives row slices by parameter name. Raises ConfigError naming `field`."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, field: str = "model.path"):
         folder = Path(path)
         index = folder / "model.safetensors.index.json"
         if (folder / "model.safetensors").is_file():  # the order in which transformers looks
@@ -40,20 +40,20 @@ class WeightFolder:
         else:
             files = sorted(file.name for file in folder.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"`model.path` = {path!r}: no .safetensors there; set model.init=random to start from noise")
+            raise ConfigError(f"`{field}` = {path!r}: no .safetensors there; set model.init=random to start from noise")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
-            raise ConfigError(f"`model.path` = {path!r}: the index names {missing[0]}, which is not there")
+            raise ConfigError(f"`{field}` = {path!r}: the index names {missing[0]}, which is not there")
         self._stack = ExitStack()
         self._file_of = {}
         for name in files:
             try:
                 opened = self._stack.enter_context(safe_open(str(folder / name), framework="pt"))
             except SafetensorError as error:
-                raise ConfigError(f"`model.path` = {path!r}: {name} is cut short or no safetensors file ({error})") from None
+                raise ConfigError(f"`{field}` = {path!r}: {name} is cut short or no safetensors file ({error})") from None
             twice = sorted(self._file_of.keys() & opened.keys())
             if twice:
-                raise ConfigError(f"`model.path` = {path!r}: {twice[0]} is in several files; leave one set of weights there")
+                raise ConfigError(f"`{field}` = {path!r}: {twice[0]} is in several files; leave one set of weights there")
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
     def names(self) -> set[str]:

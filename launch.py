@@ -63,10 +63,10 @@ def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
             check_names(folder, parameter_shapes(shape), shape.tied)
     for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if path:
-            theirs = read_shape(path)
+            theirs = read_shape(path, field)
             shapes = {name: size for name, size in parameter_shapes(theirs).items() if name != "lm_head.weight"}
             open_folder(path, field, shapes | {"score.weight": (1, theirs.hidden)}, theirs.tied).close()
-            if Encoder(path).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
+            if Encoder(path, field=field).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
                 raise ConfigError(f"`{field}` = {path!r} has another tokenizer than `model.path`, and would read other words into "
                                   "the same ids; serve it from a `reward.functions` entry, which gets text")
 
