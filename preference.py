@@ -100,7 +100,7 @@ class Summary:
         updates = self.config.learner.epochs
         wall = account["wall"]
         busy = sum(account.get(kind, 0.0) for kind in ("score", "forward", "backward", "optimizer"))
-        row = {"step": step, "version": step + 1, "loss": whole["loss"] / updates / self.config.learner.minibatches,
+        row = {"step": step, "version": step + 1, "loss": whole["loss"],
                "margin": whole["margin"] / pairs / updates, "accuracy": whole["accuracy"] / pairs / updates,
                "grad_norm": sums["grad_norm"], "lr": sums["lr"], "trained_tokens": int(whole["trained"]), "step_s": wall,
                "tokens_per_s": whole["trained"] / wall, "learner_flops_per_s": whole["flops"] / self.learner.ranks / busy,
