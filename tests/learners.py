@@ -21,7 +21,7 @@ def toy(**sections):
     """A config of the toy whose clipping does not touch the gradients."""
     values = {"model": {"path": "configs/toy", "init": "random"}, "learner": {"max_grad_norm": 1e9, "lr": 1e-2}}
     for section, entries in sections.items():
-        values[section] = values.get(section, {}) | entries
+        values[section] = values.get(section, {}) | entries if isinstance(entries, dict) else entries
     return build(values)
 
 

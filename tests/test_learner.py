@@ -9,6 +9,7 @@ from learners import SHAPE, assert_same, double, gradients_of, new_learner, one_
 from ranks import spawn_ok
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from kernels.logprob import Head
 from learner import Learner, Sample, learning_rate
@@ -24,29 +25,33 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def textbook_gradients(batch: list[Sample]) -> tuple[float, dict[str, torch.Tensor]]:
-    """GRPO by its formula on transformers' model in float64, one sequence at a time, averaged over all response tokens."""
-    from transformers import LlamaForCausalLM
-    model = double(LlamaForCausalLM, new_learner(toy()).model)
-    total, count = 0.0, sum(len(sample.logprobs) for sample in batch)
+def textbook_gradients(batch: list[Sample], learner: Learner | None = None) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+    """GRPO by its formula on transformers' model in float64, one sequence at a time, averaged over all response tokens.
+
+    Returns (loss, gradients, each sample's largest distance from its recorded logprobs).
+    """
+    learner = learner or new_learner(toy(algorithm=PENALTIES))
+    model, start = (double(LlamaForCausalLM, each) for each in (learner.model, learner.reference))
+    total, count, gaps = 0.0, sum(len(sample.logprobs) for sample in batch), []
     for sample in batch:
-        logits = model(torch.tensor([sample.tokens])).logits[0, sample.num_prompt - 1:-1, :13]
-        logps = logits.log_softmax(-1)
-        chosen = logps.gather(1, torch.tensor(sample.tokens[sample.num_prompt:])[:, None])[:, 0]
+        targets = torch.tensor(sample.tokens[sample.num_prompt:])[:, None]
+        logps, ref_logps = (each(torch.tensor([sample.tokens])).logits[0, sample.num_prompt - 1:-1, :13].log_softmax(-1)
+                            for each in (model, start))
+        chosen, reference = logps.gather(1, targets)[:, 0], ref_logps.gather(1, targets)[:, 0].detach()
+        gaps.append((chosen - torch.tensor(sample.logprobs, dtype=torch.float64)).abs().max().item())
         ratio = (chosen - torch.tensor(sample.logprobs, dtype=torch.float64)).exp()
         surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage)
         entropy = -(logps.exp() * logps).sum(-1)
-        reference = chosen.detach()  # the reference is the start itself
         kl = (reference - chosen).exp() - 1 - (reference - chosen)
         total = total + (-surrogate + 0.1 * kl - 0.05 * entropy).sum() / count
     total.backward()
-    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, gaps
 
 
 def test_gradient_is_the_textbooks_for_one_and_four_micro_batches():
     """L1, proof 3: a mean of micro-batch means weighs the tokens of short micro-batches more."""
     batch = samples(11)
-    loss, wanted = textbook_gradients(batch)
+    loss, wanted, _ = textbook_gradients(batch)
     for bins in (1, 4):
         sums, gradients = gradients_of(new_learner(toy(algorithm=PENALTIES)), split(batch, bins))
         assert sums["loss"] == pytest.approx(loss, rel=1e-5)
@@ -66,7 +71,7 @@ def on_ranks(rank: int, grid: list[int], bins: int, out: str) -> float:
                                                            for case in (((1, 4), 1), ((2, 2), 3), ((2, 1), 2)))])
 def test_gradient_is_the_textbooks_on_several_ranks(grid, bins, tmp_path):
     """L1, proof 3: 2 x 2 (ranks x micro-batches), 4 shards, HSDP 2 x 2 with empty micro-batches."""
-    loss, wanted = textbook_gradients(samples(11))
+    loss, wanted, _ = textbook_gradients(samples(11))
     losses = spawn_ok(grid[0] * grid[1], "test_learner:on_ranks", list(grid), bins, str(tmp_path / "gradients"))
     assert sum(losses) == pytest.approx(loss, rel=1e-5)
     assert_same(load_file(tmp_path / "gradients"), wanted)
@@ -220,11 +225,61 @@ def test_reference_is_the_start_and_stays_there():
     assert all(torch.equal(a, b.full_tensor()) for a, b in zip(kept, learner.reference.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_gradient_and_gap_are_the_textbooks_after_real_steps(kind):
+    """Recomputed activations of weights that an optimizer has moved since; a reference that moved with them."""
+    learner = new_learner(toy(learner={"activation_checkpointing": kind}, algorithm=PENALTIES))
+    for step in range(2):
+        one_step(learner, split(samples(8), 2), step)
+    batch = samples(11)
+    loss, wanted, gaps = textbook_gradients(batch, learner)
+    sums, gradients = gradients_of(learner, [batch])
+    assert sums["loss"] == pytest.approx(loss, rel=1e-4) and sums["kl"] > 1e-3
+    assert sums["sample_gaps"] == pytest.approx(gaps, abs=1e-5) and sums["gap_max"] == pytest.approx(max(gaps), abs=1e-5)
+    assert_same(gradients, wanted, 2e-5)
+
+
 def test_activation_checkpointing_changes_no_bit():
-    batch = split(samples(7), 2)
-    (_, plain), (_, recomputed) = (gradients_of(new_learner(toy(learner={"activation_checkpointing": kind})), batch)
-                                   for kind in ("none", "full"))
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    found = []
+    for kind in ("none", "selective", "full"):
+        learner = new_learner(toy(learner={"activation_checkpointing": kind}, algorithm=PENALTIES))
+        one_step(learner, split(samples(8), 2))
+        sums, gradients = gradients_of(learner, split(samples(7), 2))
+        found.append((sums["loss"], sums["sample_gaps"], gradients))
+    for loss, gaps, gradients in found[1:]:
+        assert (loss, gaps) == found[0][:2] and all(torch.equal(found[0][2][name], gradients[name]) for name in gradients)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reduce-scatters of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += "reduce_scatter" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+def reduced(rank: int, grid: list[int]) -> list:
+    """[largest relative difference of the gradients, reductions by micro-batch, reductions by step]"""
+    gradients, counts = [], []
+    for reduce in ("micro_batch", "step"):
+        learner = new_learner(toy(learner={"reduce": reduce}, algorithm=PENALTIES), tuple(grid))
+        mine = split(samples(11), learner.ranks * 3)[rank * 3:(rank + 1) * 3]
+        with Reductions() as reductions:
+            gradients.append(gradients_of(learner, mine)[1])
+        counts.append(reductions.count)
+    differences = [(one - gradients[1][name]).abs().max() / one.abs().max() for name, one in gradients[0].items()]
+    return [max(differences).item(), *counts]
+
+
+@pytest.mark.parametrize("grid", [(1, 2), pytest.param((2, 2), marks=pytest.mark.long)])
+def test_reducing_once_a_step_gives_the_same_gradient(grid):
+    """Whole gradients that are not added up over micro-batches, or a setting that changes no traffic."""
+    for difference, by_micro_batch, by_step in spawn_ok(grid[0] * grid[1], "test_learner:reduced", list(grid)):
+        assert difference <= 1e-6 and by_micro_batch == 3 * by_step > 0
 
 
 class LargestAllocation(TorchDispatchMode):
