@@ -61,7 +61,9 @@ def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
     if config.model.init == "load" and config.algorithm.loss != "bradley_terry":
         with contextlib.closing(WeightFolder(config.model.path)) as folder:
             check_names(folder, parameter_shapes(shape), shape.tied)
-    for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
+    starts_scorer = config.model.init == "load" and config.algorithm.loss == "bradley_terry"
+    for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path),
+                        ("model.path", config.model.path if starts_scorer else "")):
         if path:
             theirs = read_shape(path, field)
             shapes = {name: size for name, size in parameter_shapes(theirs).items() if name != "lm_head.weight"}

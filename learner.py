@@ -313,6 +313,7 @@ class Learner:
         tokens = Tokens(scores_N, nothing_N, nothing_N, nothing_N, [1] * len(samples))
         loss_N, statistics = objective(tokens, self.algorithm)
         sums["flops"] += 3 * self._flops(self.shape, samples, head=False)
+        sums["tokens"] += sum(sample.response - 1 for sample in samples)  # of which _weigh counts the one with the score
         return self._weigh(loss_N, samples, sums, statistics, [1] * len(samples))
 
     def _tokens(self, samples: list[Sample], logps_R: Tensor, entropies_R: Tensor) -> Tokens:

@@ -48,11 +48,11 @@ class Pairs:
             self.skipped += 1
         raise ConfigError(f"`rollout.max_new_tokens` = {self.max_new_tokens}: every pair has a longer response; raise it")
 
-    def encode(self, prompt: Prompt) -> Pair:
-        """Raises ConfigError for a row without two responses."""
+    def encode(self, prompt: Prompt, field: str = "data.path") -> Pair:
+        """Raises ConfigError for a row of `field` without two responses."""
         responses = [prompt.columns.get(name) for name in ("chosen", "rejected")]
         if not all(responses) or len({type(response) for response in responses}) > 1:
-            raise ConfigError(f"`data.path`: row {prompt.row} needs columns `chosen` and `rejected`, both strings or both lists of "
+            raise ConfigError(f"`{field}`: row {prompt.row} needs columns `chosen` and `rejected`, both strings or both lists of "
                               f"messages; it has {', '.join(prompt.columns) or 'none besides the prompt'}")
         encoder = self.prompts.encoder
         chosen, rejected = (prompt.ids + encoder.encode_response(prompt.prompt, response) for response in responses)
@@ -184,5 +184,9 @@ def load_pairs(config: Config, encoder: Encoder) -> tuple[Pairs, list[Pair]]:
     train = Pairs(prompts, config.rollout.max_new_tokens)
     train.draw()
     prompts.cursor = prompts.skipped = train.skipped = 0
-    pairs = [train.encode(prompt) for prompt in held_out]
-    return train, [pair for pair in pairs if max(sample.response for sample in pair) <= config.rollout.max_new_tokens]
+    pairs = [train.encode(prompt, "data.eval_path") for prompt in held_out]
+    fitting = [pair for pair in pairs if max(sample.response for sample in pair) <= config.rollout.max_new_tokens]
+    if held_out and not fitting:
+        raise ConfigError(f"`rollout.max_new_tokens` = {config.rollout.max_new_tokens}: every pair of {config.data.eval_path!r} "
+                          "has a longer response; raise it")
+    return train, fitting
