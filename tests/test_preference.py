@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from learners import (
     assert_same,
     double,
     gradients_of,
+    hf_config,
     new_learner,
     one_step,
     split,
     toy,
 )
-from ranks import rows, spawn_ok, torchrun
+from ranks import ROOT, rows, spawn_ok, torchrun
 from safetensors.torch import load_file, save_file
 from test_data import ASSISTANT, END, EOS, HELLO, MESSAGES, TEMPLATE, WORLD, tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenc
 import preference
 from config import ConfigError, Data
 from data import Encoder, Prompts
+from launch import check_folders
 from learner import Sample
 from preference import Pairs
 from sync import Grid
@@ -113,6 +116,7 @@ def test_gradients_are_the_textbooks_for_one_and_four_micro_batches(loss):
         assert sums["loss"] == pytest.approx(value, rel=1e-5)
         assert sums["margin"] == pytest.approx(sum(margins), rel=1e-3, abs=1e-5)
         assert sums["accuracy"] == sum(margin > 0 for margin in margins)
+        assert sums["tokens"] == sum(sample.response for sample in flat(batch))
         assert_same(gradients, wanted, 2e-5)
 
 
@@ -195,6 +199,30 @@ def test_pairs_with_a_long_response_are_skipped_and_counted(tmp_path):
     assert [source.draw()[0].response for _ in range(4)] == [2, 3, 2, 3] and source.skipped == 2
     with pytest.raises(ConfigError, match="rollout.max_new_tokens"):
         Pairs(Prompts(data[1:2], Data(), encoder, 0), 3).draw()
+
+
+def test_held_out_pairs_are_checked_before_the_run(tmp_path):
+    """A mistake in the evaluation's file must not show up as a division by zero after the first steps, or as data.path's."""
+    good = {"prompt": "12>", "chosen": "12", "rejected": "13"}
+    long, empty = good | {"chosen": "123456789"}, {"prompt": "12>"}
+    for row, field in ((long, "`rollout.max_new_tokens` = 4"), (empty, "`data.eval_path`: row 0")):
+        for name, content in (("train", good), ("eval", row)):
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(content))
+        config = toy(algorithm=ALGORITHMS["dpo"], rollout={"max_new_tokens": 4}, eval={"every": 1},
+                     data={"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "eval.jsonl")})
+        with pytest.raises(ConfigError) as caught:
+            preference.load_pairs(config, Encoder("configs/toy"))
+        assert str(caught.value).startswith(field)
+
+
+def test_a_reward_models_start_is_checked_before_the_run(tmp_path):
+    """R6: a head of two labels, found after 64 ranks have loaded."""
+    LlamaForSequenceClassification(hf_config(num_labels=2)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / "configs/toy" / name, tmp_path / name)
+    config = toy(algorithm=ALGORITHMS["bradley_terry"], model={"path": str(tmp_path), "init": "load"})
+    with pytest.raises(ConfigError, match="`model.path` = .*score.weight has shape \\(2, 64\\)"):
+        check_folders(config, SHAPE, Encoder("configs/toy"))
 
 
 # --- whole runs
