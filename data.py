@@ -60,18 +60,18 @@ def load_rows(path: str, split: str, field: str) -> list[dict]:
 class Encoder:
     """A tokenizer with the few answers that the rest needs: prompt ids, response text, the ids that end a response."""
 
-    def __init__(self, folder: str, stop: tuple[str, ...] = ()):
+    def __init__(self, folder: str, stop: tuple[str, ...] = (), field: str = "model.path"):
         from transformers import AutoTokenizer  # slow to import: only ranks that need text pay for it
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"`model.path` = {folder!r}: no usable tokenizer there ({error})") from None
+            raise ConfigError(f"`{field}` = {folder!r}: no usable tokenizer there ({' '.join(str(error).split())})") from None
         self.vocab = len(self.tokenizer)
         single = {text: ids[0] for text in stop if len(ids := self.tokenizer.encode(text, add_special_tokens=False)) == 1}
         self.stop_ids = frozenset(self._eos_ids(Path(folder)) | set(single.values()))
         self.stop = tuple(stop)  # a single-token string may also come about from other tokens
         if not self.stop_ids and not self.stop:
-            raise ConfigError(f"`model.path` = {folder!r}: no eos token is known there; name a `rollout.stop` string")
+            raise ConfigError(f"`{field}` = {folder!r}: no eos token is known there; name a `rollout.stop` string")
 
     def _eos_ids(self, folder: Path) -> set[int]:
         found = {self.tokenizer.eos_token_id}

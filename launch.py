@@ -66,12 +66,14 @@ def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:
     """Weights fit their configs, and scorers read the policy's token ids. Raises ConfigError."""
     if config.model.init == "load" and config.algorithm.loss != "bradley_terry":
         check_names(WeightFolder(config.model.path), parameter_shapes(shape), shape.tied)
-    for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
+    starts_scorer = config.model.init == "load" and config.algorithm.loss == "bradley_terry"
+    for field, path in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path),
+                        ("model.path", config.model.path if starts_scorer else "")):
         if path:
-            theirs = read_shape(path)
+            theirs = read_shape(path, field)
             shapes = {name: size for name, size in parameter_shapes(theirs).items() if name != "lm_head.weight"}
             open_folder(path, field, shapes | {"score.weight": (1, theirs.hidden)}, theirs.tied)
-            if Encoder(path).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
+            if Encoder(path, field=field).tokenizer.get_vocab() != encoder.tokenizer.get_vocab():
                 raise ConfigError(f"`{field}` = {path!r} has another tokenizer than `model.path`, and would read other words into "
                                   "the same ids; serve it from a `reward.functions` entry, which gets text")
 

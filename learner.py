@@ -246,11 +246,13 @@ class Learner:
         return dict(sums)
 
     def train(self, minibatches: list[list[list[Sample]]], step: int, ledger: Ledger) -> dict:
-        """All of a step's updates. Sums run over them; gaps to the engine are the first update's, before the policy moved."""
+        """All of a step's updates. Sums run over them, losses are their means; gaps to the engine are the first update's, before
+        the policy moved.
+        """
         updates = [self.train_step(batches, step, ledger) for _ in range(self.config.learner.epochs) for batches in minibatches]
         first, sums = updates[0], dict(updates[-1])
         for name in first.keys() - {"grad_norm", "critic_grad_norm", "lr", "sample_gaps", "gap", "gap_max"}:
-            sums[name] = sum(update[name] for update in updates)
+            sums[name] = sum(update[name] for update in updates) / (len(updates) if name.endswith("loss") else 1)
         tokens = sum(update["tokens"] for update in updates) // self.config.learner.epochs
         return sums | {name: first.get(name, 0.0) for name in ("sample_gaps", "gap", "gap_max")} | {
             "gap_tokens": first["tokens"], "trained": tokens}
@@ -295,6 +297,7 @@ class Learner:
         tokens = Tokens(scores_N, nothing_N, nothing_N, nothing_N, [1] * len(samples))
         loss_N, statistics = objective(tokens, self.algorithm)
         sums["flops"] += 3 * self._flops(self.shape, samples, head=False)
+        sums["tokens"] += sum(sample.response - 1 for sample in samples)  # of which _weigh counts the one with the score
         return self._weigh(loss_N, samples, sums, statistics, [1] * len(samples))
 
     def _tokens(self, samples: list[Sample], logps_R: Tensor, entropies_R: Tensor) -> Tokens:

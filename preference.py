@@ -50,11 +50,11 @@ class Pairs:
             self.skipped += 1
         raise ConfigError(f"`rollout.max_new_tokens` = {self.max_new_tokens}: every pair has a longer response; raise it")
 
-    def encode(self, prompt: Prompt) -> Pair:
-        """Raises ConfigError for a row without two responses."""
+    def encode(self, prompt: Prompt, field: str = "data.path") -> Pair:
+        """Raises ConfigError for a row of `field` without two responses."""
         responses = [prompt.columns.get(name) for name in ("chosen", "rejected")]
         if not all(responses) or len({type(response) for response in responses}) > 1:
-            raise ConfigError(f"`data.path`: row {prompt.row} needs columns `chosen` and `rejected`, both strings or both lists of "
+            raise ConfigError(f"`{field}`: row {prompt.row} needs columns `chosen` and `rejected`, both strings or both lists of "
                               f"messages; it has {', '.join(prompt.columns) or 'none besides the prompt'}")
         encoder = self.prompts.encoder
         chosen, rejected = (prompt.ids + encoder.encode_response(prompt.prompt, response) for response in responses)
@@ -104,7 +104,7 @@ class Summary:
         updates = self.config.learner.epochs
         wall = account["wall"]
         busy = sum(account.get(kind, 0.0) for kind in ("score", "forward", "backward", "optimizer"))
-        row = {"step": step, "version": step + 1, "loss": whole["loss"] / updates / self.config.learner.minibatches,
+        row = {"step": step, "version": step + 1, "loss": whole["loss"],
                "margin": whole["margin"] / pairs / updates, "accuracy": whole["accuracy"] / pairs / updates,
                "grad_norm": sums["grad_norm"], "lr": sums["lr"], "trained_tokens": int(whole["trained"]), "step_s": wall,
                "tokens_per_s": whole["trained"] / wall, "learner_flops_per_s": whole["flops"] / self.learner.ranks / busy,
@@ -202,5 +202,9 @@ def load_pairs(config: Config, start: Start) -> tuple[Pairs, list[Pair]]:
     before = prompts.cursor, prompts.skipped
     train.draw()
     (prompts.cursor, prompts.skipped), train.skipped = before, 0
-    pairs = [train.encode(prompt) for prompt in held_out]
-    return train, [pair for pair in pairs if max(sample.response for sample in pair) <= config.rollout.max_new_tokens]
+    pairs = [train.encode(prompt, "data.eval_path") for prompt in held_out]
+    fitting = [pair for pair in pairs if max(sample.response for sample in pair) <= config.rollout.max_new_tokens]
+    if held_out and not fitting:
+        raise ConfigError(f"`rollout.max_new_tokens` = {config.rollout.max_new_tokens}: every pair of {config.data.eval_path!r} "
+                          "has a longer response; raise it")
+    return train, fitting

@@ -82,7 +82,7 @@ _IGNORED = {
 }
 
 
-def read_shape(path: str | Path) -> Shape:
+def read_shape(path: str | Path, field: str = "model.path") -> Shape:
     """Shape from a HF folder's `config.json`.
 
     Raises ConfigError for a missing file, an unsupported architecture, or a field that would change the forward pass in a
@@ -90,13 +90,13 @@ def read_shape(path: str | Path) -> Shape:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"`model.path` = {str(path)!r}: no config.json there; give a Hugging Face model folder")
+        raise ConfigError(f"`{field}` = {str(path)!r}: no config.json there; give a Hugging Face model folder")
     try:
         hf = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ConfigError(f"`model.path` = {str(path)!r}: config.json is not JSON ({error})") from None
+        raise ConfigError(f"`{field}` = {str(path)!r}: config.json is not JSON ({error})") from None
     if not isinstance(hf, dict):
-        raise ConfigError(f"`model.path` = {str(path)!r}: config.json holds no object")
+        raise ConfigError(f"`{field}` = {str(path)!r}: config.json holds no object")
     return shape_from_hf(hf)
 
 

@@ -30,7 +30,7 @@ def build_policy(config: Config, shape: Shape, vocab: int, place: Place, value_h
 
 def build_scorer(config: Config, path: str, field: str, place: Place) -> nn.Module:
     """Critic or reward model from a folder; empty is `model.path` (or noise, where that is) under a head of zeros."""
-    shape = read_shape(path or config.model.path)
+    shape = read_shape(path or config.model.path, field)
     with torch.device("meta"):
         model = Scorer(shape)
     return _materialise(config, model, place, path or (config.model.path if config.model.init == "load" else None), field)
@@ -78,7 +78,10 @@ def open_folder(path: str | None, field: str, shapes: dict[str, tuple[int, ...]]
     wanted = {name: shape for name, shape in shapes.items() if name != "score.weight" or name in stored}
     if "score.weight" in shapes and "score.weight" not in stored and field == "reward_model.path":
         raise ConfigError(f"`{field}` = {path!r}: no score.weight there; give a sequence-classification folder with one label")
-    check_names(folder, wanted, tied, ignored=HEADS - wanted.keys() if "score.weight" in shapes else set())
+    try:
+        check_names(folder, wanted, tied, ignored=HEADS - wanted.keys() if "score.weight" in shapes else set())
+    except ConfigError as error:
+        raise ConfigError(f"`{field}` = {path!r}: {error}") from None
     return folder
 
 

@@ -55,6 +55,7 @@ from ledger import Ledger
 from model import parameter_shapes
 from parallel import EngineLinear
 from scheduler import Request
+from settings import build
 from shape import Shape, shape_from_hf
 from transfer import Digest, TransferPlan, make_plan, matrix
 
@@ -66,7 +67,7 @@ FORESEEN = (RuntimeError, AssertionError, ValueError, FloatingPointError, Triton
 # The engine.
 
 def build_engine(machine: Machine, shape: Shape, longest: int, **actor) -> Engine:
-    settings = config.build({"model": {"dtype": str(machine.dtype).removeprefix("torch.")}, "rollout": {"max_new_tokens": 64},
+    settings = build({"model": {"dtype": str(machine.dtype).removeprefix("torch.")}, "rollout": {"max_new_tokens": 64},
                              "data": {"max_prompt_tokens": longest - 64}, "actor": actor})
     return Engine(settings, shape, shape.vocab, machine.device, Ledger(trace=False))
 
@@ -222,7 +223,7 @@ def learner(machine: Machine) -> None:
                             timeout=datetime.timedelta(seconds=60))
     try:
         groups = sync.make_groups(sync.Grid(1, 1, 0, 1), TransferPlan({}, (), ()), machine.device.type, 60.0)
-        settings = config.build({"model": {"init": "random", "dtype": str(machine.dtype).removeprefix("torch.")}})
+        settings = build({"model": {"init": "random", "dtype": str(machine.dtype).removeprefix("torch.")}})
         trainer = Learner(settings, shape, shape.vocab, groups.mesh, machine.device)
         draw, micro_batches = random.Random(0), []
         for _ in range(2):
@@ -230,9 +231,10 @@ def learner(machine: Machine) -> None:
             micro_batches.append([Sample([draw.randrange(shape.vocab) for _ in range(length)], length // 4,
                                          [-math.log(shape.vocab)] * (length - length // 4), draw.choice((-1.0, 1.0)), 0.5 / trained)
                                   for length in lengths])
-        for mode in ("none", "full"):
+        trainer.credit([sample for samples in micro_batches for sample in samples])
+        for mode in ("none", "selective", "full"):
             for layer in trainer.model.model.layers:
-                layer.recompute = mode == "full"  # all that learner.activation_checkpointing does
+                layer.recompute = mode  # all that learner.activation_checkpointing does
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             seconds, sums = [], {}

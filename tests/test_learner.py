@@ -1,59 +1,21 @@
 """The learner on 1, 2 and 4 FSDP2 ranks: the same step for every split, nothing trained that is masked, nothing stale read."""
 
 import dataclasses
-import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from learners import SHAPE, assert_same, double, gradients_of, new_learner, one_step, optimizer_of, samples, split, toy
 from ranks import spawn_ok
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from kernels.logprob import Head
-from learner import Learner, Sample, plan_micro_batches
+from learner import Learner, Sample
 from ledger import Ledger
-from settings import build
-from shape import read_shape
 
-SHAPE = read_shape("configs/toy")
-
-
-def toy(**sections):
-    """A config of the toy whose clipping does not touch the gradients."""
-    values = {"model": {"path": "configs/toy", "init": "random"}, "learner": {"max_grad_norm": 1e9, "lr": 1e-2},
-              "algorithm": {"entropy_coef": 0.05, "kl_coef": 0.1}}
-    for section, entries in sections.items():
-        values[section] = values.get(section, {}) | entries
-    return build(values)
-
-
-def samples(number: int, weight: float | None = None) -> list[Sample]:
-    """Sequences of unequal length; the token mean's weight unless another is given."""
-    rng = random.Random(5)
-    drafts = []
-    for _ in range(number):
-        prompt, response = ([rng.randrange(13) for _ in range(rng.randint(1, longest))] for longest in (6, 9))
-        drafts.append((prompt, response, [-rng.random() * 3 for _ in response], rng.gauss(0, 1)))
-    share = 1 / sum(len(response) for _, response, _, _ in drafts) if weight is None else weight
-    return [Sample(prompt + response, len(prompt), logprobs, advantage, share) for prompt, response, logprobs, advantage in drafts]
-
-
-def new_learner(config, ranks: tuple[int, int] = (1, 1), shape=SHAPE, vocab: int = 13) -> Learner:
-    grid = torch.arange(ranks[0] * ranks[1]).view(ranks)
-    mesh = DeviceMesh("cpu", grid[0], mesh_dim_names=("shard",)) if ranks[0] == 1 else DeviceMesh(
-        "cpu", grid, mesh_dim_names=("replicate", "shard"))
-    return Learner(config, shape, vocab, mesh, torch.device("cpu"))
-
-
-def gradients_of(learner: Learner, micro_batches: list[list[Sample]]) -> tuple[dict, dict]:
-    """What a step would apply: the optimizer is kept from moving anything."""
-    learner.optimizer.step = learner.optimizer.zero_grad = lambda *_: None
-    sums = learner.train_step(micro_batches, 0, Ledger(False))
-    return sums, {name: parameter.grad.full_tensor() for name, parameter in learner.model.named_parameters()}
+PENALTIES = {"entropy_coef": 0.05, "kl_coef": 0.1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,54 +25,41 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def textbook_gradients(batch: list[Sample]) -> tuple[float, dict[str, torch.Tensor]]:
-    """GRPO by its formula on transformers' model in float64, one sequence at a time, averaged over all response tokens."""
-    import json
-    from pathlib import Path
+def textbook_gradients(batch: list[Sample], learner: Learner | None = None) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+    """GRPO by its formula on transformers' model in float64, one sequence at a time, averaged over all response tokens.
 
-    from transformers import LlamaConfig, LlamaForCausalLM
-    hf = json.loads(Path("configs/toy/config.json").read_text()) | {"pad_token_id": None}  # else transformers never trains row 0
-    config = LlamaConfig(**hf)
-    model = LlamaForCausalLM(config).double()
-    start = new_learner(toy())
-    model.load_state_dict({name: parameter.full_tensor().double() for name, parameter in start.model.named_parameters()})
-    total, count = 0.0, sum(len(sample.old_logprobs) for sample in batch)
+    Returns (loss, gradients, each sample's largest distance from its recorded logprobs).
+    """
+    learner = learner or new_learner(toy(algorithm=PENALTIES))
+    model, start = (double(LlamaForCausalLM, each) for each in (learner.model, learner.reference))
+    total, count, gaps = 0.0, sum(len(sample.logprobs) for sample in batch), []
     for sample in batch:
-        logits = model(torch.tensor([sample.tokens])).logits[0, sample.num_prompt - 1:-1, :13]
-        logps = logits.log_softmax(-1)
-        chosen = logps.gather(1, torch.tensor(sample.tokens[sample.num_prompt:])[:, None])[:, 0]
-        ratio = (chosen - torch.tensor(sample.old_logprobs, dtype=torch.float64)).exp()
+        targets = torch.tensor(sample.tokens[sample.num_prompt:])[:, None]
+        logps, ref_logps = (each(torch.tensor([sample.tokens])).logits[0, sample.num_prompt - 1:-1, :13].log_softmax(-1)
+                            for each in (model, start))
+        chosen, reference = logps.gather(1, targets)[:, 0], ref_logps.gather(1, targets)[:, 0].detach()
+        gaps.append((chosen - torch.tensor(sample.logprobs, dtype=torch.float64)).abs().max().item())
+        ratio = (chosen - torch.tensor(sample.logprobs, dtype=torch.float64)).exp()
         surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage)
         entropy = -(logps.exp() * logps).sum(-1)
-        reference = chosen.detach()  # the reference is the start itself
         kl = (reference - chosen).exp() - 1 - (reference - chosen)
         total = total + (-surrogate + 0.1 * kl - 0.05 * entropy).sum() / count
     total.backward()
-    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same(gradients: dict, wanted: dict) -> None:
-    for name, gradient in wanted.items():
-        error = (gradients[name] - gradient).abs().max().item()
-        assert error <= 1e-5 * gradient.abs().max().item(), f"{name}: {error}"
-
-
-def split(batch: list[Sample], bins: int) -> list[list[Sample]]:
-    return [batch[number::bins] for number in range(bins)]
+    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, gaps
 
 
 def test_gradient_is_the_textbooks_for_one_and_four_micro_batches():
     """L1, proof 3: a mean of micro-batch means weighs the tokens of short micro-batches more."""
     batch = samples(11)
-    loss, wanted = textbook_gradients(batch)
+    loss, wanted, _ = textbook_gradients(batch)
     for bins in (1, 4):
-        sums, gradients = gradients_of(new_learner(toy()), split(batch, bins))
+        sums, gradients = gradients_of(new_learner(toy(algorithm=PENALTIES)), split(batch, bins))
         assert sums["loss"] == pytest.approx(loss, rel=1e-5)
         assert_same(gradients, wanted)
 
 
 def on_ranks(rank: int, grid: list[int], bins: int, out: str) -> float:
-    learner = new_learner(toy(), tuple(grid))
+    learner = new_learner(toy(algorithm=PENALTIES), tuple(grid))
     mine = split(samples(11), learner.ranks * bins)[rank * bins:(rank + 1) * bins]
     sums, gradients = gradients_of(learner, mine)
     if rank == 0:
@@ -122,7 +71,7 @@ def on_ranks(rank: int, grid: list[int], bins: int, out: str) -> float:
                                                            for case in (((1, 4), 1), ((2, 2), 3), ((2, 1), 2)))])
 def test_gradient_is_the_textbooks_on_several_ranks(grid, bins, tmp_path):
     """L1, proof 3: 2 x 2 (ranks x micro-batches), 4 shards, HSDP 2 x 2 with empty micro-batches."""
-    loss, wanted = textbook_gradients(samples(11))
+    loss, wanted, _ = textbook_gradients(samples(11))
     losses = spawn_ok(grid[0] * grid[1], "test_learner:on_ranks", list(grid), bins, str(tmp_path / "gradients"))
     assert sum(losses) == pytest.approx(loss, rel=1e-5)
     assert_same(load_file(tmp_path / "gradients"), wanted)
@@ -133,16 +82,16 @@ def test_everything_masked_is_a_counted_step_without_gradient():
     learner = new_learner(toy())
     before = {name: shard.clone() for name, shard in learner.shards().items()}
     for batches in ([samples(3, weight=0.0)], [[]]):
-        sums = learner.train_step(batches, 0, Ledger(False))
+        sums = one_step(learner, batches)
         assert (sums["loss"], sums["grad_norm"], sums["tokens"]) == (0.0, 0.0, 0)
     assert all(torch.equal(before[name], shard) for name, shard in learner.shards().items())
 
 
 def masked_on_one(rank: int) -> list[float]:
     """Rank 1 has only masked samples, then nothing at all; both ranks must return and move alike."""
-    learner, norms = new_learner(toy(), (1, 2)), []
+    learner, norms = new_learner(toy(algorithm=PENALTIES), (1, 2)), []
     for idle in ([samples(2, weight=0.0)], [[]]):
-        norms.append(learner.train_step([samples(4)] if rank == 0 else idle, 0, Ledger(False))["grad_norm"])
+        norms.append(one_step(learner, [samples(4)] if rank == 0 else idle)["grad_norm"])
     return norms
 
 
@@ -163,18 +112,20 @@ def test_the_mask_comes_from_lengths_not_from_token_values():
 
 def test_small_steps_of_bf16_training_are_not_lost():
     """L14: in bf16 the next number after 1.0 is 1.0078; at lr 1e-6 a parameter kept in bf16 never moves."""
+    learner = new_learner(toy(model={"dtype": "bfloat16"}, learner={"lr": 1e-6}))
+    optimizer = optimizer_of(learner)
     for value, wanted in ((1.0, 0.99990), (0.02, 0.01990)):
-        learner = new_learner(toy(model={"dtype": "bfloat16"}, learner={"lr": 1e-6}, algorithm={"kl_coef": 0.0}))
+        optimizer.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in optimizer.state_dict().items()})
         for parameter in learner.model.parameters():
             torch.nn.init.constant_(parameter, value)
         for _ in range(100):
             for parameter in learner.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            learner.optimizer.step(1e-6)
+            optimizer.step(1e-6)
         for name, shard in learner.shards().items():
             assert shard.dtype == torch.float32
             torch.testing.assert_close(shard, torch.full_like(shard, wanted), rtol=0, atol=5e-6, msg=name)
-        assert {moment.dtype for moment in learner.optimizer.moments.values()} == {torch.float32}
+    assert {moment.dtype for moment in optimizer.moments.values()} == {torch.float32}
 
 
 def stale_reads(rank: int) -> None:
@@ -188,14 +139,15 @@ def stale_reads(rank: int) -> None:
             return model(ids, attend, rows, targets, Head(1.0, model.vocab, 64))[0]
 
     before, start = logps(learner.model), {name: shard.clone() for name, shard in learner.shards().items()}
-    inner = learner.optimizer.step
+    optimizer = optimizer_of(learner)
+    inner = optimizer.step
 
     def step_after_a_forward(lr: float):
         logps(learner.model)
         inner(lr)
 
-    learner.optimizer.step = step_after_a_forward
-    learner.train_step([samples(4)], 0, Ledger(False))
+    optimizer.step = step_after_a_forward
+    one_step(learner, [samples(4)])
     after = logps(learner.model)
     sent = learner.shards()  # taken right after a forward
     for name, parameter in learner.model.named_parameters():
@@ -228,7 +180,7 @@ def tied_rows(rank: int, folder: str) -> dict:
     if rank == 0:
         Path(folder, "source").mkdir()
         Path(folder, "source", "config.json").write_text(json.dumps(hf))
-    shape, config = shape_from_hf(hf), toy(algorithm={"kl_coef": 0.0}, data={"max_prompt_tokens": 8})
+    shape, config = shape_from_hf(hf), toy(data={"max_prompt_tokens": 8})
     shapes = parameter_shapes(shape)
     channel = open_channel(rank, 30)
     engine = Engine(config, shape, 13, torch.device("cpu"), Ledger(False)) if rank else None
@@ -265,19 +217,69 @@ def test_a_tied_head_moves_with_its_embedding(tmp_path):
 
 def test_reference_is_the_start_and_stays_there():
     """KL to the reference is 0 exactly at step 0 and grows with training; the reference itself must not be trained."""
-    learner = new_learner(toy())
-    first = learner.train_step([samples(6)], 0, Ledger(False))
+    learner = new_learner(toy(algorithm=PENALTIES))
+    first = one_step(learner, [samples(6)])
     kept = [parameter.full_tensor().clone() for parameter in learner.reference.parameters()]
-    second = learner.train_step([samples(6)], 1, Ledger(False))
+    second = one_step(learner, [samples(6)], step=1)
     assert first["kl"] == 0.0 and second["kl"] > 1e-4
     assert all(torch.equal(a, b.full_tensor()) for a, b in zip(kept, learner.reference.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_gradient_and_gap_are_the_textbooks_after_real_steps(kind):
+    """Recomputed activations of weights that an optimizer has moved since; a reference that moved with them."""
+    learner = new_learner(toy(learner={"activation_checkpointing": kind}, algorithm=PENALTIES))
+    for step in range(2):
+        one_step(learner, split(samples(8), 2), step)
+    batch = samples(11)
+    loss, wanted, gaps = textbook_gradients(batch, learner)
+    sums, gradients = gradients_of(learner, [batch])
+    assert sums["loss"] == pytest.approx(loss, rel=1e-4) and sums["kl"] > 1e-3
+    assert sums["sample_gaps"] == pytest.approx(gaps, abs=1e-5) and sums["gap_max"] == pytest.approx(max(gaps), abs=1e-5)
+    assert_same(gradients, wanted, 2e-5)
+
+
 def test_activation_checkpointing_changes_no_bit():
-    batch = split(samples(7), 2)
-    (_, plain), (_, recomputed) = (gradients_of(new_learner(toy(learner={"activation_checkpointing": kind})), batch)
-                                   for kind in ("none", "full"))
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    found = []
+    for kind in ("none", "selective", "full"):
+        learner = new_learner(toy(learner={"activation_checkpointing": kind}, algorithm=PENALTIES))
+        one_step(learner, split(samples(8), 2))
+        sums, gradients = gradients_of(learner, split(samples(7), 2))
+        found.append((sums["loss"], sums["sample_gaps"], gradients))
+    for loss, gaps, gradients in found[1:]:
+        assert (loss, gaps) == found[0][:2] and all(torch.equal(found[0][2][name], gradients[name]) for name in gradients)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reduce-scatters of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += "reduce_scatter" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+def reduced(rank: int, grid: list[int]) -> list:
+    """[largest relative difference of the gradients, reductions by micro-batch, reductions by step]"""
+    gradients, counts = [], []
+    for reduce in ("micro_batch", "step"):
+        learner = new_learner(toy(learner={"reduce": reduce}, algorithm=PENALTIES), tuple(grid))
+        mine = split(samples(11), learner.ranks * 3)[rank * 3:(rank + 1) * 3]
+        with Reductions() as reductions:
+            gradients.append(gradients_of(learner, mine)[1])
+        counts.append(reductions.count)
+    differences = [(one - gradients[1][name]).abs().max() / one.abs().max() for name, one in gradients[0].items()]
+    return [max(differences).item(), *counts]
+
+
+@pytest.mark.parametrize("grid", [(1, 2), pytest.param((2, 2), marks=pytest.mark.long)])
+def test_reducing_once_a_step_gives_the_same_gradient(grid):
+    """Whole gradients that are not added up over micro-batches, or a setting that changes no traffic."""
+    for difference, by_micro_batch, by_step in spawn_ok(grid[0] * grid[1], "test_learner:reduced", list(grid)):
+        assert difference <= 1e-6 and by_micro_batch == 3 * by_step > 0
 
 
 class LargestAllocation(TorchDispatchMode):
@@ -296,10 +298,10 @@ class LargestAllocation(TorchDispatchMode):
 def test_no_tensor_of_tokens_by_vocabulary_exists():
     """600 response tokens x 4096 ids would be 2.5M elements; the largest tensor of a whole step is FSDP's root unit."""
     shape = dataclasses.replace(SHAPE, vocab=4096)
-    learner = new_learner(toy(learner={"logprob_chunk": 64}), shape=shape, vocab=4096)
+    learner = new_learner(toy(learner={"logprob_chunk": 64}, algorithm=PENALTIES), shape=shape, vocab=4096)
     batch = [Sample([index % 4000] * 61, 1, [-8.0] * 60, 1.0, 1 / 600) for index in range(10)]
     with LargestAllocation() as largest:
-        learner.train_step([batch], 0, Ledger(False))
+        one_step(learner, [batch])
     assert largest.numel == 2 * 4096 * 64 + 64  # embedding, head and last norm; a chunk of logits is half of it
 
 
@@ -308,7 +310,7 @@ def test_a_gradient_that_is_not_finite_touches_nothing():
     learner = new_learner(toy())
     before = {name: shard.clone() for name, shard in learner.shards().items()}
     with pytest.raises(FloatingPointError, match="step 7: the gradient's norm is nan"):
-        learner.train_step([[dataclasses.replace(samples(1)[0], advantage=float("nan"))]], 7, Ledger(False))
+        one_step(learner, [[dataclasses.replace(samples(1)[0], advantage=float("nan"))]], step=7)
     assert all(torch.equal(before[name], shard) for name, shard in learner.shards().items())
 
 
@@ -318,13 +320,3 @@ def test_gradients_are_clipped_to_the_global_norm():
     norm = torch.sqrt(sum(gradient.double().square().sum() for gradient in plain.values())).item()
     assert sums["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert torch.sqrt(sum(g.double().square().sum() for g in clipped.values())).item() == pytest.approx(1e-3, rel=1e-3)
-
-
-@given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 5), st.integers(50, 400))
-@settings(deadline=None)
-def test_micro_batches_hold_every_sequence_once_in_equal_numbers(lengths, ranks, limit):
-    """A rank with fewer micro-batches than the others hangs them in a collective until the timeout."""
-    plan = plan_micro_batches(lengths, ranks, limit)
-    assert len(plan) == ranks and len({len(batches) for batches in plan}) == 1
-    assert sorted(index for batches in plan for batch in batches for index in batch) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in batch) <= limit or len(batch) == 1 for batches in plan for batch in batches)

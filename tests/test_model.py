@@ -1,11 +1,13 @@
 """model.py against transformers, family by family: case E12, and E5, E6, R3 with their neighbours."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 from paged import run_paged
 from tiny import FAMILIES, ours
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kernels.attention import PackedAttention
@@ -135,7 +137,7 @@ def test_packed_sequences_are_independent(family, lengths, exact):
 
 
 @EXACT
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_micro_batch_without_rows_gives_every_parameter_a_zero_gradient(recompute, exact):
     """L11: a rank with nothing to train on hangs the others if a parameter has no gradient, and spoils them if one is NaN."""
     model, nothing = ours(FAMILIES["qwen3-bias"]), torch.empty(0, dtype=torch.long)
@@ -179,24 +181,52 @@ def test_head_rows_beyond_the_tokenizer_do_not_exist():
     assert all(parameter.grad.isfinite().all() for parameter in raised.parameters())
 
 
+class Alive(TorchDispatchMode):
+    """Bytes of every tensor that was made under it and still exists, whoever holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+        return result
+
+    @property
+    def size(self) -> int:
+        storages = [storage for reference in self.storages.values() if (storage := reference()) is not None]
+        return sum(storage.nbytes() for storage in storages)
+
+
 @EXACT
 def test_recomputed_activations_give_the_same_bits(exact):
     """Activation recompute that changes loss or gradient, or that is switched on and does nothing."""
     ids, attend = packed(random_ids(LENGTHS, seed=6), exact)
-    found = []
-    for recompute in (False, True):
+    found, kept = {}, {}
+    for recompute in ("none", "selective", "full"):
         model, calls = ours(FAMILIES["qwen2-window"]), []
         for layer in model.model.layers:
             layer.recompute = recompute
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        chosen, entropy = model(ids, attend, torch.arange(len(ids)), ids.roll(-1), Head(0.7, model.vocab, 16))
-        loss = chosen.sum() + entropy.sum()
+        with Alive() as alive:
+            chosen, entropy = model(ids, attend, torch.arange(len(ids)), ids.roll(-1), Head(0.7, model.vocab, 16))
+            loss = chosen.sum() + entropy.sum()
+            kept[recompute] = alive.size
         loss.backward()
-        found.append((len(calls), loss.detach(), [parameter.grad for parameter in model.parameters()]))
-    (plain_calls, plain_loss, plain_grads), (calls, loss, grads) = found
-    assert (plain_calls, calls) == (3, 6), "one forward a layer, and a second one where it is recomputed"
-    assert torch.equal(loss, plain_loss)
-    assert all(torch.equal(grad, plain) for grad, plain in zip(grads, plain_grads, strict=True))
+        found[recompute] = (len(calls), loss.detach(), [parameter.grad for parameter in model.parameters()])
+    _, plain_loss, plain_grads = found["none"]
+    assert [calls for calls, *_ in found.values()] == [3, 6, 6], "one forward a layer, and a second one where it is recomputed"
+    for _, loss, grads in found.values():
+        assert torch.equal(loss, plain_loss)
+        assert all(torch.equal(grad, plain) for grad, plain in zip(grads, plain_grads, strict=True))
+    # 56 rows x (q, o 64, k, v 32, gate, up 80 columns) in 3 layers; two of the down products are kept anyway, as layers' inputs.
+    products = 4 * 56 * (3 * (2 * 64 + 2 * 32 + 2 * 80) + 64)
+    assert kept["selective"] - kept["full"] == products
+    assert kept["none"] - kept["selective"] > products, kept
 
 
 UP = "model.layers.0.mlp.up_proj.weight"

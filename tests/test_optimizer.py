@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from config import ConfigError, build
+from config import ConfigError
 from optimizer import build_optimizer, learning_rate
+from settings import build
 
 FORMS = {"fp32": {}, "8bit": {"moments": "8bit"}, "host": {"offload_moments": True}}
 FP32 = {name: FORMS[name] for name in ("fp32", "host")}
