@@ -121,7 +121,7 @@ class Learner:
         vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         return torch.optim.AdamW(
             [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, foreach=True)
+            lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.adam_eps, fused=True)
 
     def _park(self, name: str, device: torch.device) -> None:
         model = getattr(self, name)
