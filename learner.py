@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,6 +40,7 @@ from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from losses import Tokens, gae, kl, objective, value_loss, whitening
 from memory import Living, nbytes, peak_bytes
+from model import Attend
 from optimizer import Optimizer, build_optimizer, learning_rate
 from resume import load_tensors
 from shape import Shape
@@ -80,6 +82,26 @@ class PackedOnGpu:
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
         return packed_attention(q_THD, k_TKD, v_TKD, self.starts, self.longest, window)
+
+
+class SharedPrompts:
+    """`attend` sees every sequence whole, everything else a prompt once, however many samples follow it.
+
+    `whole` names the row of each token of each sequence. A prompt's rows and bits are the same in all of its samples, and its
+    gradient comes together from their keys and values; its attention alone is computed for each.
+    """
+
+    def __init__(self, attend: PackedAttention | PackedOnGpu, whole: list[int], device: torch.device):
+        place = {row: at for at, row in reversed(list(enumerate(whole)))}  # of each row's first copy
+        kept = [place[row] for row in range(len(place))]
+        self.attend = attend
+        self.whole, self.kept = (torch.tensor(each, device=device) for each in (whole, kept))
+        self.positions = attend.positions[self.kept]
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
+        o_WHD = self.attend(*(x.index_select(0, self.whole) for x in (q_THD, k_TKD, v_TKD)), layer, window)
+        padding = len(q_THD) - len(self.kept)  # rows behind the last sequence
+        return F.pad(o_WHD.index_select(0, self.kept), (0, 0, 0, 0, 0, padding))
 
 
 class Learner:
@@ -350,30 +372,42 @@ class Learner:
         sums["value_loss"] += loss.item()
         return loss * self.ranks
 
-    def _pack(self, samples: list[Sample], last: bool = False) -> tuple[Tensor, PackedAttention | PackedOnGpu, Tensor, Tensor]:
-        """Ids of all sequences end to end, their attention, the rows that predict response tokens, and those tokens.
+    def _pack(self, samples: list[Sample], last: bool = False) -> tuple[Tensor, Attend, Tensor, Tensor]:
+        """Ids of all sequences end to end (a prompt once), their attention, the rows that predict response tokens, those tokens.
 
         With `last`, the rows are each sequence's last token instead, where a scorer's number is read.
         """
-        lengths = [len(sample.tokens) for sample in samples] or [1]  # an empty micro-batch is one token that nothing is read from
-        ids = [token for sample in samples for token in sample.tokens] or [0]
-        rows, targets, start = [], [], 0
+        starts: dict[tuple[int, ...], int] = {}  # of the prompts
+        ids, whole, rows, targets = [], [], [], []  # whole: for each token of each sequence, where it is in ids
         for sample in samples:
-            end = start + len(sample.tokens)
-            rows += [end - 1] if last else range(start + sample.num_prompt - 1, end - 1)
-            targets += sample.tokens[sample.num_prompt:]
-            start = end
-        as_tensor = {"dtype": torch.long, "device": self.device}
+            prompt, response = tuple(sample.tokens[:sample.num_prompt]), sample.tokens[sample.num_prompt:]
+            if prompt not in starts:
+                starts[prompt] = len(ids)
+                ids += prompt
+            whole += range(starts[prompt], starts[prompt] + len(prompt))
+            whole += range(len(ids), len(ids) + len(response))
+            ids += response
+            rows += whole[-1:] if last else whole[-1 - len(response):-1]
+            targets += response
+        lengths = [len(sample.tokens) for sample in samples] or [1]  # an empty micro-batch is one token that nothing is read from
         on_gpu = self.device.type == "cuda"
         attend = PackedOnGpu(lengths, self.device) if on_gpu else PackedAttention(lengths, self.config.exact, self.device)
-        return torch.tensor(ids, **as_tensor), attend, torch.tensor(rows, **as_tensor), torch.tensor(targets, **as_tensor)
+        if len(whole) > len(ids):
+            attend = SharedPrompts(attend, whole, self.device)
+        ids, rows, targets = (torch.tensor(each, dtype=torch.long, device=self.device) for each in (ids or [0], rows, targets))
+        return ids, attend, rows, targets
 
     def _flops(self, shape: Shape, samples: list[Sample], head: bool) -> float:
-        """Model FLOPs of one forward: causal half of attention, the head on response rows only."""
-        lengths = [len(sample.tokens) for sample in samples]
-        without_head = sum(sample.num_prompt for sample in samples) if head else sum(lengths)
-        forward = shape.forward_flops(sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
-        return forward - 2 * shape.vocab * shape.hidden * without_head
+        """Model FLOPs of one forward: causal half of attention, a shared prompt once, the head on response rows only."""
+        prompts = [len(prompt) for prompt in {tuple(sample.tokens[:sample.num_prompt]) for sample in samples}]
+        responses = sum(sample.response for sample in samples)
+
+        def pairs(length: int) -> int:
+            return length * (length + 1) // 2
+
+        context = sum(pairs(len(sample.tokens)) - pairs(sample.num_prompt) for sample in samples) + sum(map(pairs, prompts))
+        forward = shape.forward_flops(sum(prompts) + responses, context)
+        return forward - 2 * shape.vocab * shape.hidden * (sum(prompts) + (0 if head else responses))
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's rows of every fp32 master that an engine holds: what is published."""

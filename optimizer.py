@@ -66,8 +66,7 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], settings: Se
         if device.type == "cpu":  # it would compile for 10 s a shape
             adamw.step = torch.compiler.set_stance("force_eager")(adamw.step)
     else:
-        fused = settings.offload_moments or device.type == "cuda"
-        adamw = torch.optim.AdamW(groups, fused=fused, foreach=not fused, **common)
+        adamw = torch.optim.AdamW(groups, fused=True, **common)
     moments = {}
     for name, parameter in parameters.items():
         quantized = eight and parameter.ndim == 2 and parameter.numel() >= LEAST and parameter.shape[1] % BLOCK == 0

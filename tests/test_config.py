@@ -390,7 +390,7 @@ def test_a_preset_adds_nothing_to_what_it_cannot_read(values):
       for critic, learner, key in (({"path": "x"}, {}, "`critic.path`"), ({"warmup_steps": 1}, {}, "`critic.warmup_steps`"),
                                    ({}, {"parked": ["critic"]}, "`learner.parked`"))],
     ({"algorithm": {"name": "dpo", "entropy_coef": 0.1}}, ["`algorithm.entropy_coef` = 0.1", "pairs", "dpo", "remove it"]),
-    ({"algorithm": {"name": "reward_model"}, "reward_model": {"path": "rm"}}, ["`reward_model.path` = rm", "bradley_terry", "remove"]),
+    ({"algorithm": {"name": "reward_model"}, "reward_model": {"path": "rm"}}, ["`reward_model.path` = rm", "bradley_terry"]),
     ({"eval": {"keep_best": True}}, ["`eval.keep_best`", "`eval.every`"]),
     ({"critic": {"path": "rm"}}, ["`critic.path` = 'rm'", "`algorithm.advantage` = group", "remove it"]),
     ({"algorithm": {"name": "reward_model", "kl_coef": 0.1}}, ["`algorithm.kl_coef` = 0.1", "bradley_terry", "remove"]),

@@ -21,7 +21,7 @@ def train(run_dir: Path, world: int, *overrides: str) -> list[dict]:
 def without_clocks(metrics: list[dict]) -> list[dict]:
     """Everything that must repeat: all but seconds and rates."""
     return [{key: value for key, value in row.items()
-             if not key.startswith("t_") and not key.endswith(("_s", "_per_s", "_gb_s"))} for row in metrics]
+             if not key.startswith(("t_", "mem_")) and not key.endswith(("_s", "_per_s", "_gb_s"))} for row in metrics]
 
 
 @pytest.fixture(scope="module")
