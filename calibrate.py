@@ -51,8 +51,8 @@ def calibrate(config: Config, prompt: int, response: int, file: str) -> str:
     torch.set_num_threads(threads_of(config))
     curves = {"process": psutil.Process().memory_info().rss, "gemm_flops": product_rates(config, shape, device)}
     copy = measure_copy_bandwidth(device)
+    curves |= learner_curves(config, shape, prompt, response, device)  # first: the engine leaves threads and an allocator's setting
     curves |= engine_curves(config, shape, prompt, response, device)
-    curves |= learner_curves(config, shape, prompt, response, device)
     curves |= group_seconds(config, response)
     link = 0.0
     if not on_gpu or torch.cuda.device_count() > 1:

@@ -31,7 +31,7 @@ from plan import compare, predict
 from shape import read_shape
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = {"toy": (["configs/toy.yaml", "steps=60", "eval.every=0"]),
+RUNS = {"toy": (["configs/toy.yaml", "steps=40", "eval.every=0"]),
         "smollm2": (["configs/smollm2-135m-cpu.yaml", "steps=6", "eval.every=0"])}
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
