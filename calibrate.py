@@ -8,7 +8,7 @@
                 what a step costs besides
 
 Every curve comes from the real class, alone, with sequences of the workload's mean lengths, and each point is the fastest of a
-few: what else runs on the machine only adds.
+repeats: what else runs on the machine only adds.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -52,8 +52,8 @@ def calibrate(config: Config, prompt: int, response: int, file: str) -> str:
     torch.set_num_threads(threads_of(config))
     curves = {"process": psutil.Process().memory_info().rss, "gemm_flops": product_rates(config, shape, device)}
     copy = measure_copy_bandwidth(device)
+    curves |= learner_curves(config, shape, prompt, response, device)  # first: the engine leaves threads and an allocator's setting
     curves |= engine_curves(config, shape, prompt, response, device)
-    curves |= learner_curves(config, shape, prompt, response, device)
     curves |= group_seconds(config, response)
     link = 0.0
     if not on_gpu or torch.cuda.device_count() > 1:
@@ -76,10 +76,22 @@ def threads_of(config: Config) -> int:
     return config.threads or min(max(1, len(os.sched_getaffinity(0)) // busy), 2 if config.exact else 1 << 10)
 
 
-def fastest(work: Callable[[], object], repeats: int) -> float:
+def again(seconds: float = 1.0, least: int = 2) -> Iterator[int]:
+    """Count repeats, for as long as they take `seconds` together: many of what is short, few of what is long.
+
+    A pause before each, as a side that waits for the other has it: on shared cores a process that never rests is served last.
+    """
+    start, number = time.monotonic(), 0
+    while number < least or time.monotonic() - start < seconds:
+        time.sleep(0.05)
+        yield number
+        number += 1
+
+
+def fastest(work: Callable[[], object]) -> float:
     """Seconds of `work`, after one call that warms up."""
     found = []
-    for _ in range(repeats + 1):
+    for _ in again(0.4, 3):
         start = time.perf_counter()
         work()
         if torch.cuda.is_available():
@@ -96,7 +108,7 @@ def product_rates(config: Config, shape: Shape, device: torch.device) -> list[tu
     weights, rates = [torch.randn(size, **kind) for size in sizes], []
     for rows in (1, 16, 64, 256, 1024):
         inputs = [torch.randn(rows, columns, **kind) for _, columns in sizes]
-        seconds = fastest(lambda inputs=inputs: [x @ w.T for x, w in zip(inputs, weights, strict=True)], 3)
+        seconds = fastest(lambda inputs=inputs: [x @ w.T for x, w in zip(inputs, weights, strict=True)])
         rates.append((rows, 2 * rows * sum(a * b for a, b in sizes) / seconds))
     return rates
 
@@ -129,12 +141,12 @@ def engine_curves(config: Config, shape: Shape, prompt: int, response: int, devi
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     most = min(config.actor.max_num_seqs, -(-samples // config.actor.replicas), max(1, budget // prompt))
     for rows in sorted({1, -(-most // 8), most}):
-        rounds = [steps(rows, prompt) for _ in range(4)][1:]
+        rounds = [steps(rows, prompt) for _ in again(3.0, 3)][1:]
         prefill.append((rows * prompt, min(each[0] for each in rounds)))
         decode.append((rows, min(min(each[1:]) for each in rounds)))
     longer = min(prompt + response + config.rollout.max_new_tokens, config.max_model_len - 8)
     rows = min(most, max(1, budget // max(1, longer)))
-    extra = min(steps(rows, longer)[1:]) - along(decode, rows) if longer > prompt else 0.0
+    extra = min(min(steps(rows, longer)[1:]) for _ in again()) - along(decode, rows) if longer > prompt else 0.0
     return {"prefill": prefill, "decode": decode, "decode_context": prompt + 2,
             "context_s": max(0.0, extra) / rows / max(1, longer - prompt)}
 
@@ -152,7 +164,7 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
     for count in sorted({1, -(-most // 4), most}):
         batch = [Sample([1] * (prompt + response), prompt, [-1.0] * response, 1.0, 1.0 / count)] * count
         accounts = []
-        for _ in range(3):
+        for _ in again(3.0):
             ledger.account()
             learner.train_step([batch], 0, ledger)
             accounts.append(ledger.account())
@@ -180,14 +192,14 @@ def group_seconds(config: Config, response: int) -> dict:
         unpack_group(channel.fetch("payload/0", "the payload"))
         channel.drop("payload/0")
 
-    sample_s, report_s = fastest(once, 20) / samples, 0.0
+    sample_s, report_s = fastest(once) / samples, 0.0
     grader.close()
     if "tensorboard" in config.log.trackers:
         from accelerate.tracking import TensorBoardTracker
         with tempfile.TemporaryDirectory() as folder:
             tracker = TensorBoardTracker("calibration", logging_dir=folder)
             tracker.start()
-            report_s = fastest(lambda: tracker.log({f"value/{number}": 1.0 for number in range(60)}, step=0), 5)
+            report_s = fastest(lambda: tracker.log({f"value/{number}": 1.0 for number in range(60)}, step=0))
             tracker.finish()
     return {"sample_s": sample_s, "beside_s": report_s + POLLS_S}
 
@@ -218,7 +230,7 @@ def one_of_two(folder: str, rank: int) -> None:
     publisher = Publisher(channel, plan, make_groups(Grid.of(config), plan, device.type, 60.0), config, device)
     dtype = getattr(torch, config.model.dtype) if rank else torch.float32
     tensors, seconds = {name: torch.ones(shape, dtype=dtype, device=device) for name, shape in shapes.items()}, []
-    for version in range(6):
+    for version in range(8):
         dist.barrier()
         start = time.perf_counter()
         publisher.receive(version, tensors) if rank else publisher.send(version, tensors)
@@ -226,7 +238,14 @@ def one_of_two(folder: str, rank: int) -> None:
     found: dict = {"publish_s": min(seconds[1:]), "broadcast": []}
     for size in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        found["broadcast"].append((size, fastest(lambda buffer=buffer: (dist.broadcast(buffer, 0), dist.barrier()), 3)))
+        taken = []
+        for _ in range(6):  # as often on both sides
+            dist.barrier()
+            start = time.perf_counter()
+            dist.broadcast(buffer, 0)
+            dist.barrier()  # until the receiver has it
+            taken.append(time.perf_counter() - start)
+        found["broadcast"].append((size, min(taken)))
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
