@@ -170,6 +170,7 @@ class Director:
         for step in self.gate.due():
             self.gate.release(self.next_group, step)
             messages.append(self.training_message(self.next_group, self.prompts.draw(), step))
+            self.ledger.flow("s", self.next_group)
             self.next_group += 1
         self.send_prompts(messages)
 
