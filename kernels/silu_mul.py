@@ -20,9 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 
+class _OnCpu(torch.autograd.Function):
+    """Keeps gate and up; autograd would keep silu(gate) too, 6 kB a token and layer of SmolLM2."""
+
+    @staticmethod
+    def forward(ctx, gate_TF, up_TF):
+        ctx.save_for_backward(gate_TF, up_TF)
+        # Exact mode: SiLU on a CPU has other bits for few rows, odd widths and strided views, so the call stays as it is.
+        return F.silu(gate_TF) * up_TF
+
+    @staticmethod
+    def backward(ctx, grad_TF):
+        gate_TF, up_TF = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF), F.silu(gate_TF).mul_(grad_TF)
+
+
 def silu_mul_torch(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    # Exact mode: SiLU on a CPU has other bits for few rows, odd widths and strided views, so the call stays as it is.
-    return F.silu(gate_TF) * up_TF
+    return _OnCpu.apply(gate_TF, up_TF)
 
 
 def launch() -> dict:
