@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
-    {"config", "settings", "ledger", "shape", "balance", "scheduler", "losses", "grade", "sandbox", "transfer", "kernels"},
+    {"config", "settings", "ledger", "shape", "balance", "scheduler", "losses", "grade", "sandbox", "transfer", "channel",
+     "kernels"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel"},
     {"runner", "sharding"},
     {"actor", "learner"},
