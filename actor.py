@@ -7,7 +7,7 @@ keys and values, and samples a token for every request that has caught up. Decod
 (141 GB for a 70B in bf16, 3.7 ms on 8 H200) whether it serves one request or 200, which is why everything here is about keeping
 the batch full.
 
-`Engine` is what train.py drives: weights arrive from outside and a publication sends running requests back to their prompt.
+`Engine` is what train.py drives: weights arrive from outside, and the scheduler's update mode says what running requests then do.
 `LLM` is the same engine for use alone, with the interface of vLLM's: load a folder, `generate(prompts, params)`. What differs from
 vLLM: a sample's random numbers depend on its seed, prompt and number only, never on the batch; the logprob of a token is the
 tempered, untruncated one, whatever top-p and top-k cut away, because that is what a learner can reproduce.
@@ -58,7 +58,7 @@ class Engine:
     def _make_scheduler(self) -> None:
         settings = self.config.actor
         self.scheduler = Scheduler(self.runner.blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens,
-                                   version=-1)
+                                   version=-1, update_mode=settings.update_mode)
 
     def connect(self, group: dist.ProcessGroup | None = None) -> None:
         """Before the first step, once process groups exist: join the other lanes, agree on the pool, capture CUDA graphs."""
@@ -75,7 +75,7 @@ class Engine:
         return self.runner.weights()
 
     def publish(self, version: int) -> None:
-        """The weights have been overwritten: nothing cached is valid; running requests prefill again under `version`."""
+        """The weights have been overwritten: every token from now on is sampled by `version`, and stamped with it."""
         self.runner.refresh()
         self.scheduler.publish(version)
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from actor import Engine, measure_copy_bandwidth
+from channel import Channel, open_channel
 from config import Config, ConfigError
 from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from hardware import Hardware, along
@@ -38,7 +39,7 @@ from reward import Grader
 from scheduler import Request
 from settings import parse, to_yaml
 from shape import Shape, read_shape
-from sync import Channel, Grid, Publisher, agree_on_plan, make_groups, open_channel
+from sync import Grid, Publisher, agree_on_plan, make_groups
 from transfer import same_layout
 
 POLLS_S = 8e-3  # some six messages a step, one after the other, each polled for every 0.2 to 5 ms

@@ -110,8 +110,8 @@ class Actor:
     """`fp8` multiplies with e4m3 copies of the weights (128 x 128 block scales), made anew after each publication."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs, one for each batch bucket (GPU only; false launches every kernel by itself)."""
-    update_mode: Literal["recompute"] = "recompute"
-    """What a weight update does to running requests: `recompute` re-prefills their tokens under the new weights."""
+    update_mode: Literal["recompute", "drain", "keep"] = "recompute"
+    """A weight update lets running requests prefill again under the new weights, finish before it, or `keep` their old KV."""
 
 
 @dataclass(config=_strict, frozen=True)
@@ -250,6 +250,8 @@ class RewardModel:
 
 @dataclass(config=_strict, frozen=True)
 class Publish:
+    mode: Literal["in_place", "staged"] = "in_place"
+    """`in_place` stops actors while weights arrive; `staged` decodes on and swaps when all are there (one more copy of a slice)."""
     bucket_mb: PositiveFloat = 64.0
     """Bytes (in MB) in flight at once per receiving rank; at most two such buckets exist on a side."""
     max_roots: Positive = 8
@@ -323,8 +325,8 @@ class Config:
     """Seed of initial weights, data order and sampling."""
     exact: bool = False
     """Make engine and learner logprobs equal bit for bit: CPU, float32, at most 2 threads, widths that are multiples of 16."""
-    max_staleness: Annotated[int, Field(ge=0, le=1), _Number] = 0
-    """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off."""
+    max_staleness: Count = 0
+    """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off, more asynchronous."""
     placement: Literal["split"] = "split"
     """`split`: learners are ranks 0…L−1, actors the ranks after them."""
     threads: Count = 0

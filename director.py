@@ -394,6 +394,8 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),
         "prefix_hits_per_s": engines["prefix_hits"] / seconds, "preemptions_per_s": engines["preemptions"] / seconds,
         "publish_mb": publish["bytes"] / 1e6, "publish_s": publish["total"],
+        "publish_exposed_s": max(account["account"].get("publish", 0.0) for account in accounts),
+        "publish_staging_mb": max(account["buffer_bytes"] for account in accounts) / 1e6,
         "publish_gb_s": publish["bytes"] / publish["total"] / 1e9,
         "publish_wire_gb_s": publish["bytes"] / max(publish["wire"] + publish.get("write", 0.0), 1e-9) / 1e9,
         **{f"publish_{part}_s": publish.get(part, 0.0) for part in ("wait", "cast", "wire", "write", "verify")},

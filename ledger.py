@@ -289,5 +289,6 @@ def step_line(row: dict, steps: int, bounds: dict[str, float]) -> str:
             f"ent {row['entropy']:.3f} gap {row['logprob_gap_max']:.1e} len {row['response_len']:.1f} "
             f"stale {row['staleness_max']} | {row['step_s']:.2f} s {row['tokens_per_s']:.0f} tok/s "
             f"MFU {row['learner_flops_per_s'] / bounds['flops']:.1%} MBU {row['decode_bytes_per_s'] / bounds['bandwidth']:.1%} "
-            f"publish {row['publish_mb']:.1f} MB {row['publish_s'] * 1e3:.0f} ms ({parts}) {row['publish_wire_gb_s']:.2f} GB/s "
+            f"publish {row['publish_mb']:.1f} MB {row['publish_s'] * 1e3:.0f} ms "
+            f"({parts}; actors stopped {row['publish_exposed_s'] * 1e3:.0f}) {row['publish_wire_gb_s']:.2f} GB/s "
             f"{row['publish_wire_gb_s'] / bounds['link']:.0%} of link | learner: {share('learner')} | actor: {share('actor')}")

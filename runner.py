@@ -63,15 +63,18 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 
 
 def working_bytes(shape: Shape, config: Config) -> int:
-    """Memory needed beside weights and cache: the widest activations of one layer, the logits thrice in fp32, and with fp8 the
-    quantised copies, made after the pool, with the temporaries of the largest."""
+    """Memory needed beside weights and cache: the widest activations of one layer, the logits thrice in fp32, with fp8 the
+    quantised copies, made after the pool, with the temporaries of the largest, and what publications keep to receive into."""
     tokens, rows = config.actor.max_num_batched_tokens, config.actor.max_num_seqs
     itemsize = getattr(torch, config.model.dtype).itemsize
     widest = 3 * shape.hidden + max(3 * shape.ffn, (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim)
     fp8 = 0
     if config.actor.quantization == "fp8":
         fp8 = (shape.matmul_parameters - shape.vocab * shape.hidden + 3 * 4 * 2 * shape.ffn * shape.hidden) // config.actor.tp
-    return tokens * widest * itemsize + 3 * rows * shape.vocab * 4 + fp8
+    received = int(2e6 * config.publish.bucket_mb)
+    if config.publish.mode == "staged":
+        received = sum(map(math.prod, parameter_shapes(shape).values())) * itemsize // config.actor.tp
+    return tokens * widest * itemsize + 3 * rows * shape.vocab * 4 + fp8 + received
 
 
 def pool_blocks(config: Config, shape: Shape, device: torch.device) -> int:

@@ -12,6 +12,11 @@ can be shared. What differs from vLLM: a shared block is found by exact content,
 never mix. Of a prompt's last, partial block each sibling of a running leader gets a copy, made before the step in which it starts:
 of 8 samples of 60 tokens in blocks of 8 that saves the other 7 some 4 rows each. Nobody writes to a block that others read.
 
+New weights arrive between two steps. In mode `recompute` running requests go back to prefill all their tokens, in `drain` they
+finish first while nothing new is admitted, in `keep` (PipelineRL, arXiv 2509.19128) they go on over their old keys and values.
+Recompute costs a prefill of all that runs: 200 requests of a 70B at 4k tokens are 1.1e17 FLOP, 23 s on 8 H200 at 600 TFLOP/s. Drain
+costs the tail, as the batch shrinks to its longest response. Keep costs neither, and pays with a gap between engine and learner.
+
 `ReleaseGate` is the one mechanism behind on-policy and off-policy training, whatever the bound.
 """
 
@@ -131,8 +136,10 @@ class Scheduler:
     Each engine step calls `schedule()`, computes what it returns, and hands the sampled tokens to `commit()`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, version: int = 0):
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, version: int = 0,
+                 update_mode: str = "recompute"):
         self.pool = BlockPool(num_blocks, block_size)
+        self.update_mode, self.draining = update_mode, False
         self.capacity = num_blocks * block_size
         self.max_num_seqs, self.max_num_batched_tokens, self.version = max_num_seqs, max_num_batched_tokens, version
         self.waiting: deque[Request] = deque()
@@ -168,7 +175,16 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing: no request, or only such as wait for newer weights."""
-        return not self.finished and not self.running and all(request.min_version > self.version for request in self.waiting)
+        return not self.finished and not self.running and not any(map(self._admits, self.waiting))
+
+    @property
+    def may_swap(self) -> bool:
+        """Between steps: whether `publish` may be called. While draining, not before every sample that was begun has ended."""
+        return not self.draining or not (self.running or any(request.num_generated for request in self.waiting))
+
+    def _admits(self, request: Request) -> bool:
+        """While draining, only what was preempted in the middle of its response."""
+        return request.min_version <= self.version and (not self.draining or request.num_generated > 0)
 
     def schedule(self) -> list[Request]:
         """Requests to compute now, `num_scheduled` tokens each, blocks for them allocated; those with one token come first."""
@@ -185,10 +201,10 @@ class Scheduler:
                 break
             budget -= self._schedule(request, wanted)
             batch.append(request)
-        early: list[Request] = []  # for newer weights than these; what stands behind them need not wait
+        early: list[Request] = []  # for newer weights; what stands behind them need not wait
         while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if request.min_version > self.version:
+            if not self._admits(request):
                 early.append(self.waiting.popleft())
                 continue
             # Admit only what the pool can hold with all its present tokens: half a prefill would be preempted again.
@@ -207,8 +223,10 @@ class Scheduler:
             catches_up = request.catches_up
             request.num_computed += request.num_scheduled
             request.num_scheduled, request.source = 0, -1
-            assert request.start_version == self.version, "keys and values of two weight versions in one chain"
-            for index in range(len(request.chain), request.num_computed // size):
+            fresh = request.start_version == self.version
+            assert fresh or self.update_mode == "keep", "keys and values of two weight versions in one chain"
+            # What was begun under other weights writes into its own blocks only, and nobody will ever find those.
+            for index in range(len(request.chain), request.num_computed // size) if fresh else ():
                 content = tuple(request.tokens[index * size:(index + 1) * size])
                 request.chain.append(self.pool.register(request.blocks[index], self._parent(request), content))
             if request in self.held and request.num_computed >= request.num_prompt - 1:
@@ -216,17 +234,25 @@ class Scheduler:
             if catches_up:
                 self._append(request, *next(draws))
 
+    def announce(self) -> None:
+        """A publication is coming: in mode `drain`, running requests finish and no other is admitted until it is there."""
+        self.draining = self.update_mode == "drain"
+
     def publish(self, version: int) -> None:
-        """Between steps: new weights are in place, nothing cached is valid, running requests go back to prefill all tokens."""
+        """Between steps: new weights are in place and nothing cached may be found; running requests go on as the mode says."""
         assert version > self.version, f"version {version} published after {self.version}"
-        self.version = version
+        assert self.may_swap, "weights swapped under requests that were to finish first"
+        self.version, self.draining = version, False
         self.pool.forget()
+        # One that has sampled nothing starts anew in every mode: its siblings can then share what it computes.
+        kept = [request for request in self.running if self.update_mode == "keep" and request.num_generated]
+        requeued = [request for request in self.running if request not in kept]
         groups: dict[int, list[Request]] = {}
-        for request in self.running:
+        for request in requeued:
             self._reset(request)
-        for request in chain(self.running, self.waiting, *self.held.values()):
+        for request in chain(requeued, self.waiting, *self.held.values()):
             groups.setdefault(request.group, []).append(request)
-        self.running, self.held = [], {}
+        self.running, self.held = kept, {}
         self.waiting = deque()
         for members in groups.values():
             self.waiting.extend(self._lead(members))
@@ -264,7 +290,7 @@ class Scheduler:
             request.chain.append(identity)
         request.num_computed, leader, known = len(hits) * size, request.leader, request.num_prompt - 1
         if leader and len(hits) == known // size < len(leader.blocks) and leader.num_computed >= known > request.num_computed and (
-                leader.tokens[:known] == request.tokens[:known]):
+                leader.tokens[:known] == request.tokens[:known] and leader.start_version == self.version):
             request.source, request.num_computed = leader.blocks[len(hits)], known
             request.blocks.append(self.pool.take())
         request.prefix_hits += request.num_computed

@@ -77,6 +77,8 @@ def check(config: Config) -> None:
         problems.append(f"`exact` needs `actor.tp` = 1, not {config.actor.tp}: sums over ranks round in another order")
     if config.exact and config.actor.quantization != "none":
         problems.append(f"`exact` needs `actor.quantization` = none, not {config.actor.quantization}")
+    if config.exact and config.actor.update_mode == "keep":
+        problems.append("`exact` needs `actor.update_mode` = recompute or drain: kept keys and values are those of older weights")
     if config.exact and config.threads > 2:
         problems.append(f"`exact` with `threads` = {config.threads}: torch's SiLU rounds differently at the seams between three "
                         "and more; set 1 or 2")

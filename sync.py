@@ -1,21 +1,24 @@
-"""Ranks, groups, queues, and the publication of weights from learners to actors.
+"""Ranks, groups, and the publication of weights from learners to actors.
 
 Learners are ranks 0...L-1 (replicas x shards), actors the ranks after them (replicas x tp). Process groups carry weights and
-gradients only. Control, prompts and rollouts go through one TCPStore of our own on learner rank 0's host, keys prefixed by the
-restart count: JSON and safetensors bytes, never pickle, clear text without authentication - for private networks only.
+gradients only; everything else goes through the store (channel.py).
 
 A publication, after every optimizer step and once at the start (actors never read policy weights from disk):
 
     announced on the store -> each actor acknowledges at a step boundary -> when all have, every rank enters the broadcasts
     -> bucket by bucket: cast | wire | write, two buckets in flight -> digests of the live tensors compared -> version v is live
 
+That is `in_place`: actors stand still from acknowledgement to proof, and hold two buckets a stream. `staged`, an actor acknowledges
+at once and decodes on while its slice arrives in buffers of its own; it stands still only from the step boundary at which all is
+there, to copy (of a 70B on 8 H200, 17.6 GB each: 8 ms) and to prove. The price is one more copy of the slice. Live tensors are
+written in either mode, never replaced: CUDA graphs hold their addresses.
+
 The model is never gathered on the learner's side. What lands where is transfer.py's plan.
 """
 
 import json
-import os
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from channel import Channel, wait_until
 from config import Config
 from transfer import Digest, Landing, Layout, Piece, Shapes, TransferPlan, make_plan, matrix, matrix_shape, shard_rows
 
-CHUNK = 4 << 20  # a TCPStore value above 8 MiB kills the connection
 LINK_PROBE_BYTES = 64 << 20
 
 
@@ -65,86 +68,6 @@ class Grid:
 
     def lane_ranks(self, lane: int) -> list[int]:
         return [self.learners + replica * self.tp + lane for replica in range(self.actors)]
-
-
-def wait_until(ready: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll; raises TimeoutError naming what was waited for."""
-    deadline = time.monotonic() + timeout_s
-    pause = 2e-4
-    while not ready():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(pause)
-        pause = min(pause * 1.5, 5e-3)
-
-
-class Channel:
-    """Named queues of small JSON messages, and chunked byte strings under a key, on one store."""
-
-    def __init__(self, store: dist.Store, timeout_s: float):
-        self.store, self.timeout_s = store, timeout_s
-
-    def push(self, queue: str, message: dict | list) -> None:
-        data = json.dumps(message).encode()
-        assert len(data) < 8 << 20, f"message of {len(data)} bytes for {queue}: payloads go through put()"
-        self.store.queue_push(queue, data)
-
-    def push_many(self, queue: str, prompts: list[dict]) -> None:
-        """Prompts as `{"kind": "prompts", ...}` messages, each well under the store's limit for one value."""
-        parcel, size = [], 0
-        for prompt in prompts:
-            length = len(json.dumps(prompt))
-            if parcel and size + length > CHUNK:
-                self.push(queue, {"kind": "prompts", "prompts": parcel})
-                parcel, size = [], 0
-            parcel.append(prompt)
-            size += length
-        if parcel:
-            self.push(queue, {"kind": "prompts", "prompts": parcel})
-
-    def pop(self, queue: str) -> dict | list | None:
-        """The oldest message, or None at once if there is none."""
-        try:
-            return json.loads(self.store.queue_pop(queue, block=False))
-        except dist.QueueEmptyError:
-            return None
-
-    def wait(self, queue: str, what: str, timeout_s: float | None = None) -> dict:
-        """The oldest message, once there is one. Raises TimeoutError naming `what`."""
-        wait_until(lambda: self.store.queue_len(queue) > 0, timeout_s or self.timeout_s, what)
-        return json.loads(self.store.queue_pop(queue))
-
-    def put(self, key: str, data: bytes) -> None:
-        """Store bytes in chunks; the first one, with their number before it, is written last and makes them visible."""
-        later = range(CHUNK, len(data), CHUNK)
-        for number, start in enumerate(later, 1):
-            self.store.set(f"{key}/{number}", data[start:start + CHUNK])
-        self.store.set(key, b"%d " % len(later) + data[:CHUNK])
-
-    def fetch(self, key: str, what: str) -> bytes:
-        """Bytes under `key`; waits until they are complete. Raises TimeoutError naming `what`."""
-        wait_until(lambda: self.store.check([key]), self.timeout_s, what)
-        later, first = self.store.get(key).split(b" ", 1)
-        return first + b"".join(self.store.get(f"{key}/{number}") for number in range(1, int(later) + 1))
-
-    def drop(self, key: str) -> None:
-        number = 1
-        while self.store.delete_key(f"{key}/{number}"):
-            number += 1
-        self.store.delete_key(key)
-
-    def count(self, key: str, more: int) -> int:
-        return self.store.add(key, more)
-
-
-def open_channel(rank: int, timeout_s: float) -> Channel:
-    """Connect every rank to a new store on rank 0's host; its port travels by a broadcast in the default group."""
-    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
-    port = torch.tensor([store.port if store else 0])
-    dist.broadcast(port, 0)
-    store = store or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    return Channel(dist.PrefixStore(f"seventy/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -218,7 +141,7 @@ def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tupl
 
 
 class Publisher:
-    """One rank's side of every publication: `send` on learners, `receive` on actors."""
+    """One rank's side of every publication: `send` on learners, `arrived` and `receive` on actors."""
 
     def __init__(self, channel: Channel, plan: TransferPlan, groups: Groups, config: Config, device: torch.device):
         self.channel, self.plan, self.groups = channel, plan, groups
@@ -228,6 +151,14 @@ class Publisher:
         self.digest = Digest(device)
         self.bytes = sum(rows * columns for rows, columns in map(matrix_shape, plan.shapes.values())) * self.dtype.itemsize
         self.serial = device.type == "cuda"  # two communicators in flight on one GPU can deadlock
+        self.staged = config.publish.mode == "staged"
+        draining = config.actor.update_mode == "drain"  # what runs then ends within the generation limit, or the run does
+        self.patience = channel.timeout_s + draining * config.rollout.generation_timeout_s
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._acknowledged = -1  # version; this and what follows: staged
+        self._to_come: deque[tuple[int, int, tuple[Piece, ...]]] = deque()  # (stream, turn, bucket)
+        self._flying: deque[dist.Work] = deque()
+        self._posted = self._wire_s = 0.0
         self.link_gb_s = self._measure_link()
 
     # -- learner ------------------------------------------------------------------------------------------------------
@@ -263,7 +194,7 @@ class Publisher:
         for turn in range(self.plan.rounds):
             before = self._clock()
             buckets = {number: stream.buckets[turn] for number, stream in mine if turn < len(stream.buckets)}
-            filled = self._fill(buckets, shards, me)
+            filled = self._fill(turn, buckets, shards, me)
             seconds["cast"] += self._clock() - before
             before = self._clock()
             landed, flying = flying, [self._broadcast(number, buffer) for number, buffer in filled.items()]
@@ -273,11 +204,12 @@ class Publisher:
         self._wait(flying)
         seconds["wire"] += self._clock() - before
 
-    def _fill(self, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor], me: int) -> dict[int, Tensor]:
+    def _fill(self, turn: int, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor], me: int) -> dict[int, Tensor]:
         """The buckets of this turn whose root this rank is, cast and flattened; owners hand their parts to the roots first."""
         roots = {number: self.plan.streams[number].root for number in buckets}
         if not self.plan.hands_off:
-            return {number: self._cast(bucket, shards, me) for number, bucket in buckets.items() if roots[number] == me}
+            return {number: self._cast(bucket, shards, me, self._buffer(number, turn % 2, bucket))
+                    for number, bucket in buckets.items() if roots[number] == me}
 
         def owned(source: int, root: int) -> list[Piece]:
             return [piece for number, bucket in buckets.items() if roots[number] == root
@@ -286,16 +218,16 @@ class Publisher:
         everyone = range(self.grid.shards)
         outgoing = [owned(me, root) for root in everyone]
         incoming = [owned(source, me) for source in everyone]
-        sent = torch.cat([self._cast(pieces, shards, me) for pieces in outgoing])
-        received = sent.new_empty(sum(piece.numel for pieces in incoming for piece in pieces))
+        ours = [piece for pieces in outgoing for piece in pieces]
+        arrived = [piece for pieces in incoming for piece in pieces]
+        sent, received = self._cast(ours, shards, me, self._buffer(-1, 0, ours)), self._buffer(-1, 1, arrived)
         sizes = [[sum(piece.numel for piece in pieces) for pieces in side] for side in (incoming, outgoing)]
         dist.all_to_all_single(received, sent, *sizes, group=self.groups.shard_group)
-        arrived = [piece for pieces in incoming for piece in pieces]
         parts = dict(zip(arrived, received.split([piece.numel for piece in arrived]), strict=True))
-        return {number: torch.cat([parts[piece] for piece in bucket]) for number, bucket in buckets.items() if roots[number] == me}
+        return {number: torch.cat([parts[piece] for piece in bucket], out=self._buffer(number, turn % 2, bucket))
+                for number, bucket in buckets.items() if roots[number] == me}
 
-    def _cast(self, pieces: tuple[Piece, ...] | list[Piece], shards: dict[str, Tensor], me: int) -> Tensor:
-        buffer = torch.empty(sum(piece.numel for piece in pieces), dtype=self.dtype, device=self.device)
+    def _cast(self, pieces: tuple[Piece, ...] | list[Piece], shards: dict[str, Tensor], me: int, buffer: Tensor) -> Tensor:
         done = 0
         for piece in pieces:
             at = piece.landing
@@ -319,7 +251,7 @@ class Publisher:
         world = self.grid.learners + len(self.grid.actor_ranks)
         reports = {}
         for _ in range(world):
-            report = self.channel.wait(f"digest/{version}", "digests of the published weights")
+            report = self.channel.wait(f"digest/{version}", "digests of the published weights", self.patience)
             reports[report["rank"]] = report
         for part in ("wire", "write"):  # the slowest actor's: a sender is done when its socket has taken the bytes
             seconds[part] = max(reports[rank][part] for rank in self.grid.actor_ranks)
@@ -344,41 +276,82 @@ class Publisher:
 
     # -- actor --------------------------------------------------------------------------------------------------------
 
+    def arrived(self, version: int, idle: bool) -> bool:
+        """At every step boundary from the announcement on: whether `receive` can be called now, the same on all lanes of an engine.
+
+        Staged, slices arrive between these calls; an engine that is `idle` waits for them here.
+        """
+        if not self.staged:
+            return True
+        if self._acknowledged < version:
+            self.channel.count(f"ack/{version}", 1)
+            self._acknowledged, self._to_come = version, deque(self._incoming())
+        if idle:
+            self._wait_for_actors(version)
+        if self._flying or (self._to_come and self._all_acknowledged(version)):
+            self._receive_beside(idle)
+        here = torch.tensor(not self._to_come and not self._flying, dtype=torch.int32)
+        if self.groups.lanes is not None:  # a step in which lanes had different weights would be of no model
+            dist.all_reduce(here, dist.ReduceOp.MIN, group=self.groups.lanes)
+        return bool(here)
+
+    def _receive_beside(self, wait: bool) -> None:
+        """Enter the broadcasts, all of them at once and on a GPU one after the other, and take note of those that are through."""
+        while self._to_come or self._flying:
+            while self._to_come and not (self.serial and self._flying):
+                number, turn, bucket = self._to_come.popleft()
+                self._posted = self._posted if turn else time.perf_counter()
+                self._flying.append(self._issue(number, self._buffer(number, turn, bucket)))
+            if not (wait or self._flying[0].is_completed()):
+                return
+            self._flying.popleft().wait()  # raises what went wrong; on a GPU, orders the copy behind it
+            self._wire_s = time.perf_counter() - self._posted
+
     def receive(self, version: int, tensors: dict[str, Tensor]) -> None:
-        """At a step boundary: overwrite the live `tensors` in place with `version`, and wait for the proof.
+        """At a step boundary, after `arrived`: overwrite the live `tensors` with `version`, and wait for the proof.
 
         Raises PublicationError if the digests do not agree; the weights must not be used then.
         """
-        self.channel.count(f"ack/{version}", 1)
-        self._wait_for_actors(version)
+        if not self.staged:
+            self.channel.count(f"ack/{version}", 1)
+            self._wait_for_actors(version)
         seconds = self._transfer_in(tensors)
         if self.verify:
             self._report_live(version, tensors, seconds)
-            verdict = self.channel.fetch(f"verdict/{version}", "the verdict on the published weights").decode()
+            verdict = self.channel.fetch(f"verdict/{version}", "the verdict on the published weights", self.patience).decode()
             if verdict:
                 raise PublicationError(f"publication of version {version} is not what was sent: {verdict}")
 
-    def _transfer_in(self, tensors: dict[str, Tensor]) -> dict[str, float]:
-        """Receive and write all buckets of this actor's lane; returns the seconds waiting for the wire and writing."""
+    def _incoming(self) -> list[tuple[int, int, tuple[Piece, ...]]]:
+        """(stream, turn, bucket) of all that this actor's lane gets, in the order of its sending."""
         lane = (self.rank - self.grid.learners) % self.grid.tp
-        mine = [(number, stream) for number, stream in enumerate(self.plan.streams) if stream.lane == lane]
+        return [(number, turn, stream.buckets[turn]) for turn in range(self.plan.rounds)
+                for number, stream in enumerate(self.plan.streams) if stream.lane == lane and turn < len(stream.buckets)]
+
+    def _transfer_in(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        """Write all buckets of this actor's lane, received now or staged; returns the seconds waiting for the wire and writing."""
         live = {name: matrix(tensor) for name, tensor in tensors.items()}
-        flying: list[tuple[tuple[Piece, ...], Tensor, dist.Work]] = []
-        seconds = {"wire": 0.0, "write": 0.0}
-        for turn in range(self.plan.rounds + 1):
-            landed, flying = flying, []
-            for number, stream in mine:
-                if turn < len(stream.buckets):
-                    bucket = stream.buckets[turn]
-                    buffer = torch.empty(sum(piece.numel for piece in bucket), dtype=self.dtype, device=self.device)
-                    flying.append((bucket, *self._broadcast(number, buffer)))
-            for bucket, buffer, work in landed:
-                before = self._clock()
+        flying: deque[tuple[int, tuple[Piece, ...], Tensor, dist.Work]] = deque()
+        seconds = {"wire": self._wire_s, "write": 0.0}
+
+        def land(turn: int, bucket: tuple[Piece, ...], buffer: Tensor, work: dist.Work | None) -> None:
+            before = self._clock()
+            if work:
                 work.wait()
-                arrived = self._clock()
-                _write(bucket, buffer, live)
-                seconds["wire"] += arrived - before
-                seconds["write"] += self._clock() - arrived
+            arrived = self._clock()
+            _write(bucket, buffer, live)
+            seconds["wire"] += arrived - before
+            seconds["write"] += self._clock() - arrived
+
+        for number, turn, bucket in self._incoming():
+            if self.staged:
+                land(turn, bucket, self._buffer(number, turn, bucket), None)
+                continue
+            while flying and flying[0][0] < turn - 1:
+                land(*flying.popleft())
+            flying.append((turn, bucket, *self._broadcast(number, self._buffer(number, turn % 2, bucket))))
+        for landed in flying:
+            land(*landed)
         return seconds
 
     def _report_live(self, version: int, tensors: dict[str, Tensor], seconds: dict[str, float]) -> None:
@@ -398,13 +371,31 @@ class Publisher:
 
     def _wait_for_actors(self, version: int) -> None:
         """No rank enters a collective before every actor has come to its boundary."""
-        wait_until(lambda: self.channel.count(f"ack/{version}", 0) == len(self.grid.actor_ranks), self.channel.timeout_s,
-                   f"all actors to acknowledge version {version}")
+        wait_until(lambda: self._all_acknowledged(version), self.patience, f"all actors to acknowledge version {version}")
 
-    def _broadcast(self, number: int, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+    def _all_acknowledged(self, version: int) -> bool:
+        return self.channel.count(f"ack/{version}", 0) == len(self.grid.actor_ranks)
+
+    def _buffer(self, number: int, slot: int, pieces: tuple[Piece, ...] | list[Piece]) -> Tensor:
+        """Room for these elements of a stream, kept from one publication to the next: faults on fresh pages were 30 % of the
+        link on a CPU. In place two slots take turns; staged, every bucket has its own."""
+        size, kept = sum(piece.numel for piece in pieces), self._buffers.get((number, slot))
+        if kept is None or len(kept) < size:
+            kept = self._buffers[number, slot] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return kept[:size]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that publications keep beside the weights on this rank."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _issue(self, number: int, buffer: Tensor) -> dist.Work:
         stream = self.plan.streams[number]
         root = self.grid.learner_rank(stream.replica, stream.root)
-        work = dist.broadcast(buffer, root, self.groups.streams[number], async_op=True)
+        return dist.broadcast(buffer, root, self.groups.streams[number], async_op=True)
+
+    def _broadcast(self, number: int, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+        work = self._issue(number, buffer)
         if self.serial:
             work.wait()
         return buffer, work

@@ -4,8 +4,8 @@
 
 Ranks 0...L-1 learn, the others act (`placement=split`). Rank 0 also directs (director.py): it releases prompt groups through the
 gate, collects finished ones, assigns samples to learner ranks, and after each optimizer step announces the publication. At
-max_staleness 0 actors idle while the learner works and the other way round; at 1 the groups of step s + 1 are already out while
-step s trains. The loop is the same.
+max_staleness 0 actors idle while the learner works and the other way round; at k the groups of steps up to s + k are already out
+while step s trains. The loop is the same.
 
     rank 0    release -> control/<leader>        <- headers            -> work/<learner>           announce -> control/<leader>
     actor     admit, decode, grade, put payload, push header                                        receive, verify
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from actor import Engine
+from channel import Channel, open_channel
 from config import Config, ConfigError
 from data import Detokenizer, Encoder, Rollout, pack_group, unpack_group
 from director import Director
@@ -38,7 +39,7 @@ from resume import CheckpointError, Checkpoints, version_of
 from reward import Grader, total
 from scheduler import Request
 from settings import help_text, parse
-from sync import Channel, Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
+from sync import Grid, PublicationError, Publisher, agree_on_plan, make_groups
 
 
 class Inbox:
@@ -71,6 +72,7 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
     """
     channel, ledger, inbox = publisher.channel, engine.ledger, Inbox(publisher)
     groups: dict[int, tuple[dict, list[Request]]] = {}  # group -> its prompt message, its finished samples
+    coming: int | None = None  # a version that was announced and is not live
     while True:
         idle = engine.scheduler.idle
         with ledger.span("wait_prompts" if idle else "exchange"):
@@ -96,15 +98,21 @@ def run_actor(config: Config, engine: Engine, encoder: Encoder, publisher: Publi
                     groups[prompt["group"]] = (prompt, [])
                     engine.scheduler.add([make_request(config, encoder, prompt, number) for number in range(prompt["samples"])])
         elif message["kind"] == "publish":
-            with ledger.span("publish"):
-                publisher.receive(message["version"], engine.weights())
-                engine.publish(message["version"])
-                ledger.flow("f", message["version"], f"weights to rank {publisher.rank}")
-            ledger.beside("grading", grader.take_seconds() if grader else 0.0)
-            channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
-                                      **engine.take_counters()})
+            coming = message["version"]
+            engine.scheduler.announce()
         else:
             return
+        if coming is not None:
+            with ledger.span("publish"):
+                if not (publisher.arrived(coming, engine.scheduler.idle) and engine.scheduler.may_swap):
+                    continue
+                publisher.receive(coming, engine.weights())
+                engine.publish(coming)
+                ledger.flow("f", coming, f"weights to rank {publisher.rank}")
+                coming = None
+            ledger.beside("grading", grader.take_seconds() if grader else 0.0)
+            channel.push("accounts", {"rank": publisher.rank, "account": ledger.account(), "events": ledger.events(),
+                                      "buffer_bytes": publisher.buffer_bytes, **engine.take_counters()})
 
 
 def make_request(config: Config, encoder: Encoder, prompt: dict, number: int) -> Request:

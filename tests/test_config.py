@@ -267,7 +267,7 @@ def test_r6_zero_is_refused_unless_it_means_something(key):
 
 @pytest.mark.parametrize("key, value", [
     ("actor.kv_memory_fraction", 1), ("actor.kv_memory_fraction", 1.5), ("learner.beta1", 1), ("learner.beta2", 1),
-    ("learner.min_lr_ratio", 1.01), ("algorithm.clip_low", 1), ("max_staleness", 2), ("learner.lr", "1e999")])
+    ("learner.min_lr_ratio", 1.01), ("algorithm.clip_low", 1), ("max_staleness", -1), ("learner.lr", "1e999")])
 def test_r6_upper_extremes_are_refused(key, value):
     """R6, extremes: a share of 1, a decay of 1, a bound that would clip nothing."""
     assert f"`{key}` = {value!r}" in refusal(nested(key, value))

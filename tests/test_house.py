@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
-     "resume", "kernels", "hardware", "costs"},
+     "resume", "channel", "kernels", "hardware", "costs"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding"},
     {"actor", "learner", "launch"},

@@ -172,10 +172,11 @@ def tied_rows(rank: int, folder: str) -> dict:
     from pathlib import Path
 
     from actor import Engine
+    from channel import open_channel
     from checkpoint import save_hf
     from model import parameter_shapes
     from shape import shape_from_hf
-    from sync import Grid, Publisher, agree_on_plan, make_groups, open_channel
+    from sync import Grid, Publisher, agree_on_plan, make_groups
     hf = json.loads(Path("configs/toy/config.json").read_text()) | {"tie_word_embeddings": True}
     if rank == 0:
         Path(folder, "source").mkdir()

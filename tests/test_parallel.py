@@ -239,7 +239,8 @@ def renewed():
 
 def serve(rank: int) -> dict:
     """One rank's part. Publications of whole engines with planted faults first, then families on two and on four lanes."""
-    from sync import Grid, PublicationError, Publisher, agree_on_plan, make_groups, open_channel
+    from channel import open_channel
+    from sync import Grid, PublicationError, Publisher, agree_on_plan, make_groups
     settings = build({"model": {"path": "configs/toy"}, "actor": {"tp": 4}, "collective_timeout_s": 60})
     pairs, grid, channel = [dist.new_group(pair) for pair in ([1, 2], [3, 4])], Grid.of(settings), open_channel(rank, 100)
     reference = FAMILIES["llama"]

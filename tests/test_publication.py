@@ -4,6 +4,7 @@ Ranks are real gloo processes. Learners hold row shards of random parameters; ac
 """
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def toy_config(replicas: int, shards: int, actors: int, tp: int, **publish):
 
 
 def set_up(rank: int, config, kind: str, shapes=None):
-    from sync import Grid, Publisher, agree_on_plan, make_groups, open_channel
+    from channel import open_channel
+    from sync import Grid, Publisher, agree_on_plan, make_groups
     grid, channel = Grid.of(config), open_channel(rank, config.collective_timeout_s)
     lane = (rank - grid.learners) % config.actor.tp
     layout = layout_of(kind, lane) if rank >= grid.learners else None
@@ -64,11 +66,15 @@ def set_up(rank: int, config, kind: str, shapes=None):
     return Publisher(channel, plan, make_groups(grid, plan, "cpu", 30), config, torch.device("cpu")), layout, lane
 
 
-def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str = "") -> dict:
-    """Two publications; actors compare with `expected` and may first suffer a fault between receipt and proof."""
+def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str = "", idle: bool = False) -> dict:
+    """Two publications; actors compare with `expected` and may first suffer a fault between receipt and proof.
+
+    Staged, the actors come by at boundaries, and in the second publication wait if they are `idle`.
+    """
     config = toy_config(*grid, **publish)
     order = sorted(SHAPES, reverse=rank % 2 == 1)  # R7: parameters inserted in another order on some ranks
     publisher, layout, lane = set_up(rank, config, kind, {name: SHAPES[name] for name in order})
+    kept: list[set[int]] = []  # addresses after each publication
     if layout is None:
         shard = rank % config.learner.shards
         for version in range(2):
@@ -76,8 +82,10 @@ def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str 
                 publisher.announce(version)
             cut = {name: value(name, version)[slice(*shard_rows(SHAPES[name][0], config.learner.shards, shard))] for name in order}
             report = publisher.send(version, cut)
+            kept.append({buffer.data_ptr() for buffer in publisher._buffers.values()})
+        assert kept[1:] == kept[:-1], "a publication receives or casts into fresh memory"
         dist.barrier()  # rank 0 holds the store
-        return report
+        return report | {"buffers": publisher.buffer_bytes}
     live = {name: torch.full(shape, torch.nan) for name, shape in layout[1].items()}
     inner = publisher._transfer_in
 
@@ -96,11 +104,20 @@ def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str 
     for version in range(2):
         if rank in publisher.grid.leaders:  # who tells the other lanes: train.py's Inbox
             assert publisher.channel.wait(f"control/{rank}", "the announcement")["version"] == version
+        before = {name: tensor.clone() for name, tensor in live.items()}
+        boundaries = 0
+        while not publisher.arrived(version, idle=version == 1 and idle):
+            boundaries += 1
+            time.sleep(1e-3)  # a step of the engine
+        assert all(tensor.equal(before[name]) for name, tensor in live.items() if version), "live weights touched before the swap"
         publisher.receive(version, live)
+        kept.append({buffer.data_ptr() for buffer in publisher._buffers.values()})
         for name, tensor in live.items():
             assert torch.equal(tensor, expected(name, kind, lane, version)), f"{name} of version {version}"
+    assert kept[0] == kept[1], "a publication receives into fresh memory"
     dist.barrier()
-    return {"plan": publisher.plan.fingerprint(), "streams": len(publisher.plan.streams), "handoff": publisher.plan.hands_off}
+    return {"buffers": publisher.buffer_bytes, "slice": sum(tensor.nbytes for tensor in live.values()), "boundaries": boundaries,
+            "streams": len(publisher.plan.streams), "handoff": publisher.plan.hands_off}
 
 
 @pytest.mark.parametrize(("grid", "kind", "publish", "streams", "handoff"), [
@@ -117,18 +134,37 @@ def test_every_actor_tensor_equals_the_learners(grid, kind, publish, streams, ha
     assert results[0]["bytes"] == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
+@pytest.mark.parametrize(("grid", "kind", "idle"), [((1, 2, 1, 1), "fused", True), ((1, 1, 2, 2), "tp2", False)])
+def test_staged_slices_arrive_beside_and_replace_the_live_ones_at_once(grid, kind, idle):
+    """A torn read, lanes that swap at different steps, a digest of what was staged and not of what is live."""
+    results = spawn_ok(grid[0] * grid[1] + grid[2] * grid[3], "test_publication:publish_on", list(grid), kind,
+                       {"mode": "staged", "bucket_mb": 1e-4}, "", idle)
+    for actor in results[grid[0] * grid[1]:]:
+        assert actor["buffers"] == actor["slice"], "staging takes one more copy of the slice"
+    boundaries = [actor["boundaries"] for actor in results[grid[0] * grid[1]:]]
+    assert boundaries == [0] if idle else (boundaries[0] == boundaries[1] and boundaries[2] == boundaries[3]), "lanes disagree"
+
+
+def test_in_place_takes_two_buckets_a_side():
+    """DESIGN 6: extra memory of at most 2 buckets on learner and actor alike, and none anew for each publication."""
+    learner, actor = spawn_ok(2, "test_publication:publish_on", [1, 1, 1, 1], "plain", {"bucket_mb": 1e-4})
+    assert 100 < learner["buffers"] <= 200 and 100 < actor["buffers"] <= 200
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(1, 1, 2, 1), (1, 2, 2, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 4, 1, 2)])
-@pytest.mark.parametrize("publish", [{}, {"bucket_mb": 1e-4}, {"bucket_mb": 1e-4, "max_roots": 1}])
+@pytest.mark.parametrize("publish", [{}, {"bucket_mb": 1e-4}, {"bucket_mb": 1e-4, "max_roots": 1},
+                                     {"bucket_mb": 1e-4, "mode": "staged"}])
 def test_every_grid(grid, publish):
     kind = "tp2" if grid[3] == 2 else "fused"
     spawn_ok(grid[0] * grid[1] + grid[2] * grid[3], "test_publication:publish_on", list(grid), kind, publish)
 
 
 @pytest.mark.parametrize(("fault", "name"), [("bit", "layer.o.weight"), ("left out", "norm.weight"), ("offset", "embed.weight")])
-def test_a_fault_is_caught_and_named(fault, name):
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("staged", marks=pytest.mark.long)])
+def test_a_fault_is_caught_and_named(fault, name, mode):
     """One bit flipped in a live weight, one parameter left out, one at a wrong offset: the run stops, naming the parameter."""
-    learner, actor = spawn(2, "test_publication:publish_on", [1, 1, 1, 1], "plain", {}, fault)
+    learner, actor = spawn(2, "test_publication:publish_on", [1, 1, 1, 1], "plain", {"mode": mode}, fault)
     for side in (learner, actor):
         assert side["exit"] != 0
         assert "PublicationError" in side["stderr"] and f"{name} differs on rank 1" in side["stderr"]

@@ -35,8 +35,9 @@ def alone(request: Request, prompt: list[int]) -> tuple[list[int], str]:
 class Rig:
     """A scheduler, the model that is bookkeeping, and all requests ever added with their prompts."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int = 64, budget: int = 4096, version: int = 0):
-        self.scheduler = Scheduler(num_blocks, block_size, max_num_seqs, budget, version)
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int = 64, budget: int = 4096, version: int = 0,
+                 mode: str = "recompute"):
+        self.scheduler, self.mode, self.coming = Scheduler(num_blocks, block_size, max_num_seqs, budget, version, mode), mode, False
         self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot -> (version, tokens up to the one it holds)
         self.prompts: dict[Request, list[int]] = {}
         self.logprobs: dict[Request, list[float]] = {}
@@ -75,7 +76,9 @@ class Rig:
     def step(self) -> list[tuple[Request, int]]:
         """One engine step; returns (request, tokens computed). Fails unless something that could run did run."""
         scheduler = self.scheduler
-        startable = any(r.min_version <= scheduler.version for r in self.prompts if not r.finish_reason)
+        draining = self.mode == "drain" and self.coming
+        startable = any(r.min_version <= scheduler.version and (r.versions or not draining)
+                        for r in self.prompts if not r.finish_reason)
         before, was_running = {request: request.preemptions for request in self.prompts}, set(scheduler.running)
         batch = scheduler.schedule()
         for request in batch:
@@ -89,6 +92,7 @@ class Rig:
         preempted = sum(request.preemptions - before[request] for request in self.prompts)
         self.seen["preempted"] += preempted
         assert not preempted or set(batch) <= was_running, "somebody is let in while others are thrown out"
+        assert not draining or all(r in was_running or r.versions for r in batch), "a new request is let in before the new weights"
         for request, computed in work:
             for position in range(request.num_computed, request.num_computed + computed):
                 block = request.blocks[position // scheduler.pool.block_size]
@@ -132,8 +136,10 @@ class Rig:
             assert request in scheduler.running or not (request.blocks or request.chain or request.num_computed)
             assert len(set(request.blocks)) == len(request.blocks)
             for position in range(request.num_computed):
-                right = scheduler.version, tuple(request.tokens[:position + 1])
-                assert self.slots.get(self.slot(request, position)) == right, "computed tokens without their keys and values"
+                version, prefix = self.slots.get(self.slot(request, position), (-1, ()))
+                assert prefix == tuple(request.tokens[:position + 1]), "computed tokens without their keys and values"
+                kept = self.mode == "keep" and request.start_version <= version < scheduler.version
+                assert version == scheduler.version or kept, "keys and values of other weights"
         for (parent, tokens), block in pool.table.items():
             held = [self.slots.get(block * pool.block_size + offset, (None, ())) for offset in range(pool.block_size)]
             prefix = held[-1][1]
