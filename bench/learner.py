@@ -24,12 +24,7 @@ must agree to 1e-3. MFU is of a 768-cube GEMM measured in the same process. Its 
 engines alike: 3 forwards, a group's prompt once, the causal half of attention, the head on response rows only; recomputation counts
 nothing.
 
-TRL pins nothing that this project does not have, but keep it out of the project's environment:
-
-    .venv/bin/python -m venv /tmp/trl-venv
-    echo $PWD/.venv/lib/python3.*/site-packages > $(echo /tmp/trl-venv/lib/python3.*/site-packages)/project.pth
-    /tmp/trl-venv/bin/pip install --no-deps trl==1.16.0
-    python -m bench.learner --trl-python /tmp/trl-venv/bin/python
+TRL is among the test packages of requirements.txt; `--trl-python` names another environment's interpreter.
 """
 
 import argparse
