@@ -285,6 +285,18 @@ class Checkpoint:
 
 
 @dataclass(config=_strict, frozen=True)
+class Guard:
+    max_grad_norm: NonNegative = 0.0
+    """A gradient's norm, before clipping, above this is a fault; 0 asks only that it is finite."""
+    min_entropy: NonNegative = 0.0
+    """A step's mean entropy below this, in nats, is a fault (collapse); 0 is off."""
+    max_gap: NonNegative = 0.0
+    """A logprob further than this from the engine's is a fault; 0 is off."""
+    action: Literal["stop", "skip"] = "stop"
+    """At a fault the run stops, or the update is skipped and counted; either way the batch is saved under RUN/guard."""
+
+
+@dataclass(config=_strict, frozen=True)
 class Log:
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Trackers, through accelerate, besides metrics.jsonl."""
@@ -350,6 +362,7 @@ class Config:
     eval: Eval = dataclasses.field(default_factory=Eval)
     export: Export = dataclasses.field(default_factory=Export)
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    guard: Guard = dataclasses.field(default_factory=Guard)
     log: Log = dataclasses.field(default_factory=Log)
     plan: Plan = dataclasses.field(default_factory=Plan)
 

@@ -377,7 +377,7 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
         "logprob_gap_mean": mean("gap", "gap_tokens"), "response_len": sum(generated) / len(generated),
         "truncated": reasons.count("length") / len(reasons),
         "staleness_max": max(step - header["oldest"] for header in headers),
-        "unscored": len(rewards) - len(scored), "filtered": len(filtered),
+        "unscored": len(rewards) - len(scored), "filtered": len(filtered), "skipped": parts[0]["skipped"],
         "zero_variance": sum(not any(group_advantages(header["rewards"], False)) for header in headers) / len(headers),
         "loss": sum(part["loss"] for part in parts), "clipped": mean("clipped"), "grad_norm": parts[0]["grad_norm"],
         "lr": parts[0]["lr"], "trained_tokens": tokens,

@@ -15,93 +15,37 @@ What is deliberate here:
 - The loss is local_sum x world / global_count with weights that rank 0 computed from the whole step, so a step has the same
   gradient for every split into ranks and micro-batches. Every rank runs the same number of micro-batches; an empty one still
   takes part in the collectives.
-- Sequences are packed end to end, never padded; masks come from lengths, never from token values.
 - Whatever does not change during a step is computed once, before it: a frozen model never sits beside the activations.
 """
 
-import itertools
-import math
+import argparse
+import dataclasses
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
-from kernels.attention import PackedAttention
+from data import Encoder
+from guard import find_fault, load_batch, save_batch
 from kernels.logprob import Head
-from kernels.packed_attention import packed_attention
 from ledger import Ledger
 from losses import Tokens, gae, kl, objective, value_loss, whitening
 from memory import Living, nbytes, peak_bytes
 from model import Attend
-from optimizer import Optimizer, build_optimizer, learning_rate
+from optimizer import build_optimizer, learning_rate
+from packing import Sample, pack
 from resume import load_tensors
-from shape import Shape
+from settings import build
+from shape import Shape, read_shape
 from sharding import build_policy, build_scorer, park
 
 HOST = torch.device("cpu")
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One sequence to train on. `weight` multiplies each response token's loss; 0 masks the sample.
-
-    The tensors have an entry a response token: `advantages`, and what `score` and `credit` found out, None where not needed.
-    """
-    tokens: list[int]
-    num_prompt: int
-    logprobs: list[float]  # of the response tokens, as the engine recorded them
-    advantage: float = 0.0  # the sequence's, where the algorithm has one
-    weight: float = 0.0
-    reward: float = 0.0
-    old: Tensor | None = None  # the policy's logprobs before the update
-    ref: Tensor | None = None  # the reference's
-    values: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-
-    @property
-    def response(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-class PackedOnGpu:
-    """Attention within each packed sequence by flash-attn or our kernel; what PackedAttention is on a CPU."""
-
-    def __init__(self, lengths: list[int], device: torch.device):
-        self.longest = max(lengths)
-        self.starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        self.positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-
-    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        return packed_attention(q_THD, k_TKD, v_TKD, self.starts, self.longest, window)
-
-
-class SharedPrompts:
-    """`attend` sees every sequence whole, everything else a prompt once, however many samples follow it.
-
-    `whole` names the row of each token of each sequence. A prompt's rows and bits are the same in all of its samples, and its
-    gradient comes together from their keys and values; its attention alone is computed for each.
-    """
-
-    def __init__(self, attend: PackedAttention | PackedOnGpu, whole: list[int], device: torch.device):
-        place = {row: at for at, row in reversed(list(enumerate(whole)))}  # of each row's first copy
-        kept = [place[row] for row in range(len(place))]
-        self.attend = attend
-        self.whole, self.kept = (torch.tensor(each, device=device) for each in (whole, kept))
-        self.positions = attend.positions[self.kept]
-
-    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        o_WHD = self.attend(*(x.index_select(0, self.whole) for x in (q_THD, k_TKD, v_TKD)), layer, window)
-        padding = len(q_THD) - len(self.kept)  # rows behind the last sequence
-        return F.pad(o_WHD.index_select(0, self.kept), (0, 0, 0, 0, 0, padding))
 
 
 class Learner:
@@ -253,11 +197,49 @@ class Learner:
                     sums["flops"] += 3 * self._flops(self.critic.shape, samples, head=False)
                 with ledger.span("backward"):
                     loss.backward()
-        norms = {}
         with ledger.span("optimizer"):
-            for (model, optimizer, peak), name in zip(self.trained, ("grad_norm", "critic_grad_norm"), strict=False):
-                norms[name] = self._update(model, optimizer, peak, step)
-        return sums | norms | {"lr": learning_rate(step, self.config.learner, self.config.steps), "sample_gaps": gaps}
+            norms = {name: self._clip(model) for (model, _, _), name in zip(self.trained, ("grad_norm", "critic_grad_norm"),
+                                                                            strict=False)}
+            fault = self._fault(norms, sums)
+            if fault:
+                self._report_fault(fault, micro_batches, step)
+            for model, optimizer, peak in self.trained:
+                if not fault and (model is not self.model or step >= self.config.critic.warmup_steps):
+                    optimizer.step(learning_rate(step, self.config.learner, self.config.steps) * peak / self.config.learner.lr)
+                optimizer.zero_grad()
+        return sums | norms | {"lr": learning_rate(step, self.config.learner, self.config.steps), "sample_gaps": gaps,
+                               "skipped": int(bool(fault))}
+
+    def _clip(self, model: nn.Module) -> float:
+        """The gradient's global norm before it is scaled down; the same on every learner rank."""
+        # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.learner.max_grad_norm, foreach=True)
+        return float(norm.full_tensor())
+
+    def _fault(self, norms: dict[str, float], sums: Counter) -> str:
+        """What `guard` finds wrong with the step, the same on every learner rank."""
+        guard, entropy, gap = self.config.guard, None, 0.0
+        if (guard.min_entropy or guard.max_gap) and not self.config.offline:
+            local = torch.tensor([sums["entropy"], float(sums["tokens"])], dtype=torch.float64)
+            total, tokens = self.sum_over_ranks(local).tolist()
+            entropy, gap = total / tokens if tokens else None, self._largest(sums["gap_max"])
+        return find_fault(guard, norms, entropy, gap)
+
+    def _largest(self, value: float) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        for axis in self.mesh.mesh_dim_names:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        return tensor.item()
+
+    def _report_fault(self, fault: str, micro_batches: list[list[Sample]], step: int) -> None:
+        """Keep the batch; raises FloatingPointError where the run is to stop."""
+        file = Path(self.config.run_dir, "guard", f"step-{step}-rank-{dist.get_rank()}.safetensors")
+        save_batch(file, micro_batches, {"config": dataclasses.asdict(self.config), "step": step, "fault": fault})
+        text = f"step {step}: {fault}; the weights were not touched, the batch is in {file}"
+        if self.config.guard.action == "stop":
+            raise FloatingPointError(text)
+        if dist.get_rank() == 0:
+            print(f"warning: {text}", flush=True)
 
     def measure(self, micro_batches: list[list[Sample]]) -> dict:
         """The sums of `train_step` without an update: the loss on held-out pairs."""
@@ -278,18 +260,6 @@ class Learner:
         tokens = sum(update["tokens"] for update in updates) // self.config.learner.epochs
         return sums | {name: first.get(name, 0.0) for name in ("sample_gaps", "gap", "gap_max")} | {
             "gap_tokens": first["tokens"], "trained": tokens}
-
-    def _update(self, model: nn.Module, optimizer: Optimizer, peak: float, step: int) -> float:
-        """Clip, step, and forget the gradients. Returns the norm; raises FloatingPointError if it is not finite."""
-        # Every parameter has a gradient (an empty micro-batch gives zeros), so the norm is the same collective everywhere.
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.learner.max_grad_norm, foreach=True)
-        norm = float(norm.full_tensor())
-        if not math.isfinite(norm):  # the same number on every learner rank, so all stop
-            raise FloatingPointError(f"step {step}: the gradient's norm is {norm}; the weights were not touched")
-        if model is not self.model or step >= self.config.critic.warmup_steps:
-            optimizer.step(learning_rate(step, self.config.learner, self.config.steps) * peak / self.config.learner.lr)
-        optimizer.zero_grad()
-        return norm
 
     def _forward(self, samples: list[Sample], sums: Counter, gaps: list[float]) -> Tensor:
         """The micro-batch's loss, already weighted and scaled for FSDP's mean over ranks; adds to `sums` and `gaps`."""
@@ -373,29 +343,7 @@ class Learner:
         return loss * self.ranks
 
     def _pack(self, samples: list[Sample], last: bool = False) -> tuple[Tensor, Attend, Tensor, Tensor]:
-        """Ids of all sequences end to end (a prompt once), their attention, the rows that predict response tokens, those tokens.
-
-        With `last`, the rows are each sequence's last token instead, where a scorer's number is read.
-        """
-        starts: dict[tuple[int, ...], int] = {}  # of the prompts
-        ids, whole, rows, targets = [], [], [], []  # whole: for each token of each sequence, where it is in ids
-        for sample in samples:
-            prompt, response = tuple(sample.tokens[:sample.num_prompt]), sample.tokens[sample.num_prompt:]
-            if prompt not in starts:
-                starts[prompt] = len(ids)
-                ids += prompt
-            whole += range(starts[prompt], starts[prompt] + len(prompt))
-            whole += range(len(ids), len(ids) + len(response))
-            ids += response
-            rows += whole[-1:] if last else whole[-1 - len(response):-1]
-            targets += response
-        lengths = [len(sample.tokens) for sample in samples] or [1]  # an empty micro-batch is one token that nothing is read from
-        on_gpu = self.device.type == "cuda"
-        attend = PackedOnGpu(lengths, self.device) if on_gpu else PackedAttention(lengths, self.config.exact, self.device)
-        if len(whole) > len(ids):
-            attend = SharedPrompts(attend, whole, self.device)
-        ids, rows, targets = (torch.tensor(each, dtype=torch.long, device=self.device) for each in (ids or [0], rows, targets))
-        return ids, attend, rows, targets
+        return pack(samples, self.config.exact, self.device, last)
 
     def _flops(self, shape: Shape, samples: list[Sample], head: bool) -> float:
         """Model FLOPs of one forward: causal half of attention, a shared prompt once, the head on response rows only."""
@@ -458,3 +406,38 @@ def measure_matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
         product[0, 0].item()  # waits for the device
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
+
+
+def replay(file: str, weights: str) -> None:
+    """Forward and backward of a saved batch on one process, and which samples and parameters stand out."""
+    micro_batches, about = load_batch(file)
+    about["config"]["learner"] |= {"replicas": 1, "shards": 1, "parked": []}
+    about["config"]["guard"] = {}
+    if weights:
+        about["config"]["model"] |= {"path": weights, "init": "load"}
+    config = build(about["config"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shape = read_shape(config.model.path)
+    vocab = Encoder(config.model.path).vocab
+    learner = Learner(config, shape, vocab, DeviceMesh("cpu", [0], mesh_dim_names=("shard",)), HOST)
+    sums, gaps = Counter(), []
+    for samples in micro_batches:
+        learner._forward(samples, sums, gaps).backward()
+    print(f"step {about['step']}: {about['fault']}\nloss {sums['loss']:.6g} over {sums['tokens']} tokens, weights of "
+          f"{config.model.path}\nsamples by gap to the engine, the largest first:")
+    samples = [sample for samples in micro_batches for sample in samples]
+    for gap, sample in sorted(zip(gaps, samples, strict=True), key=lambda pair: -pair[0])[:8]:
+        print(f"  gap {gap:.3g} advantage {sample.advantage:.3g} reward {sample.reward:.3g} length {len(sample.tokens)} "
+              f"ids {sample.tokens[sample.num_prompt:][:12]}")
+    norms = {name: parameter.grad.full_tensor().norm().item() for name, parameter in learner.model.named_parameters()}
+    print("parameters by gradient norm, what is not finite first:")
+    for name, norm in sorted(norms.items(), key=lambda item: (item[1] == item[1] and item[1] != float("inf"), -item[1]))[:8]:
+        print(f"  {norm:.4g} {name}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Replay a batch that a guard has kept.")
+    parser.add_argument("--replay", required=True, metavar="FILE", help="RUN/guard/step-N-rank-R.safetensors")
+    parser.add_argument("--weights", default="", metavar="FOLDER", help="weights to replay it on; default: the run's model.path")
+    options = parser.parse_args()
+    replay(options.replay, options.weights)

@@ -306,15 +306,6 @@ def test_no_tensor_of_tokens_by_vocabulary_exists():
     assert largest.numel == 2 * 4096 * 64 + 64  # embedding, head and last norm; a chunk of logits is half of it
 
 
-def test_a_gradient_that_is_not_finite_touches_nothing():
-    """NaN applied, published and proved: the run ends naming the step, and the weights are those of the step before."""
-    learner = new_learner(toy())
-    before = {name: shard.clone() for name, shard in learner.shards().items()}
-    with pytest.raises(FloatingPointError, match="step 7: the gradient's norm is nan"):
-        one_step(learner, [[dataclasses.replace(samples(1)[0], advantage=float("nan"))]], step=7)
-    assert all(torch.equal(before[name], shard) for name, shard in learner.shards().items())
-
-
 def test_gradients_are_clipped_to_the_global_norm():
     _, plain = gradients_of(new_learner(toy()), [samples(6)])
     sums, clipped = gradients_of(new_learner(toy(learner={"max_grad_norm": 1e-3})), [samples(6)])
