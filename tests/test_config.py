@@ -23,7 +23,8 @@ ZERO_HAS_A_MEANING = {  # every other number refuses 0, which would divide by ze
     "learner.beta2", "learner.weight_decay", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip",
     "algorithm.entropy_coef", "algorithm.kl_coef", "algorithm.gae_lambda", "algorithm.resample", "algorithm.overlong_buffer",
     "algorithm.label_smoothing", "critic.value_clip", "critic.warmup_steps", "reward_model.weight", "eval.every", "export.every",
-    "log.samples_per_step", "checkpoint.every", "plan.mean_prompt", "plan.mean_response",
+    "log.samples_per_step", "checkpoint.every", "guard.max_grad_norm", "guard.min_entropy", "guard.max_gap", "plan.mean_prompt",
+    "plan.mean_response",
     "plan.length_sigma", "plan.decode_tokens_per_gpu", "plan.dollars_per_gpu_hour",
 }
 MAY_BE_NEGATIVE = {"reward_model.weight"}
