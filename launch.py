@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError
@@ -83,9 +84,14 @@ def make_ledger(config: Config, device: torch.device) -> Ledger:
 
 
 def join(config: Config, device: torch.device) -> None:
-    """The default process group: control messages on gloo, weights and gradients on NCCL where there are GPUs."""
+    """The default process group: control messages on gloo, weights and gradients on NCCL where there are GPUs.
+
+    torchrun keeps its store over --max-restarts, with the addresses of ranks that have died: an attempt has keys of its own.
+    """
     limit = timedelta(seconds=config.collective_timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit, rank=rank, world_size=world,
+                            store=dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
 
 
 def load_prompts(config: Config, start: Start) -> tuple[Prompts, list[Prompt]]:
