@@ -236,10 +236,16 @@ class RunFolder:
         return self._files[name]
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add rows to a JSON-lines file of the run, on disk when this returns."""
-        file = self._file(name)
-        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        file.flush()
+        """Add rows to a JSON-lines file of the run, with the kernel when this returns."""
+        self._write(name, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            self._file(name).write(text)
+            self._file(name).flush()
+        except OSError as error:
+            error.filename = str(self.path / name)  # a full disk's error does not say where
+            raise
 
     def trace(self, rank: int, role: str, events: dict) -> None:
         """Append a rank's events to the Chrome trace. A run that is cut leaves an open array, which viewers accept."""
@@ -263,8 +269,7 @@ class RunFolder:
 
     def _append_trace(self, rows: list[dict]) -> None:
         opening = ",\n" if "trace.json" in self._files else "[\n"
-        self._file("trace.json").write(opening + ",\n".join(map(json.dumps, rows)))
-        self._file("trace.json").flush()
+        self._write("trace.json", opening + ",\n".join(map(json.dumps, rows)))
 
     def close(self) -> None:
         if "trace.json" in self._files:
