@@ -406,7 +406,7 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
 def open_trackers(config: Config, version: int) -> list:
     """The configured trackers, through accelerate; what they hold of steps after `version` is dropped."""
     from accelerate.tracking import TensorBoardTracker, WandBTracker  # slow to import, and needed on rank 0 only
-    kinds = {"tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=config.run_dir, purge_step=version),
+    kinds = {"tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=config.run_dir, purge_step=version + 1),
              "wandb": lambda: WandBTracker("seventy", dir=config.run_dir)}
     trackers = [kinds[name]() for name in config.log.trackers]
     for tracker in trackers:

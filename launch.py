@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from checkpoint import WeightFolder, check_names
 from config import Config, ConfigError
@@ -84,10 +85,32 @@ def make_ledger(config: Config, device: torch.device) -> Ledger:
     return Ledger(config.log.trace, new_event, config.rollout.prompts_per_step)
 
 
+def set_nccl_limits(config: Config) -> None:
+    """How NCCL ends a hung collective, said in one place; a variable that is already set wins. Before any process group.
+
+    Each group's own timeout is collective_timeout_s (join, sync.make_groups). Beyond it NCCL's watchdog writes the flight recorder
+    (the last 2000 collectives of each rank: which was called where, and who never came; read it with `torchfrtrace`) and takes the
+    process down. ncclCommAbort is left out (3, not 1): it can hang itself, and the process's end ends its communicators.
+    """
+    for name, value in {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ENABLE_MONITORING": "1",
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(60, int(config.collective_timeout_s))),
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_FR_DUMP_TEMP_FILE": str(Path(config.run_dir).absolute() / "nccl-rank-")}.items():
+        os.environ.setdefault(name, value)
+
+
 def join(config: Config, device: torch.device) -> None:
-    """The default process group: control messages on gloo, weights and gradients on NCCL where there are GPUs."""
+    """The default process group: control messages on gloo, weights and gradients on NCCL where there are GPUs.
+
+    torchrun keeps its store over --max-restarts, with the addresses of ranks that have died: an attempt has keys of its own.
+    """
+    if device.type == "cuda":
+        set_nccl_limits(config)
     limit = timedelta(seconds=config.collective_timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit, rank=rank, world_size=world,
+                            store=dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
 
 
 def load_prompts(config: Config, start: Start) -> tuple[Prompts, list[Prompt]]:

@@ -57,7 +57,8 @@ class Ledger:
     def __init__(self, trace: bool, new_event: Callable = HostEvent, groups_per_step: int = FLOWS):
         self._trace, self._new_event = trace, new_event
         self._every = -(-groups_per_step // FLOWS)
-        self._depth = 0
+        self._open: list[list[str]] = []  # names of the spans that are open, outer ones first
+        self._last = "start"  # name of the span that was closed last
         self._closed: deque = deque()  # (kind, begin, end, depth), inner spans before the one around them
         self._inner: dict[int, float] = {}  # depth -> seconds of the spans there, for the one around them
         self._seconds = dict.fromkeys(KINDS, 0.0)
@@ -108,13 +109,18 @@ class Ledger:
     def span(self, kind: str):
         """Count the body's time, less that of spans inside it, as `kind` (one of KINDS), or as what it puts into `[0]`."""
         begin, name = self._mark(), [kind]
-        self._depth += 1
+        self._open.append(name)
         try:
             yield name
         finally:
-            self._depth -= 1
-            self._closed.append((name[0], begin, self._mark(), self._depth))
+            self._last = self._open.pop()[0]
+            self._closed.append((name[0], begin, self._mark(), len(self._open)))
             self._settle(wait=False)
+
+    @property
+    def phase(self) -> str:
+        """The kind of the innermost open span, or of the last one; asked by another thread, too."""
+        return [[self._last], *self._open][-1][0]
 
     def flow(self, phase: str, number: int, name: str = "group") -> None:
         """A point (`s`tart, s`t`ep or `f`inish) of an arrow, in the span that is open. Evaluations have negative numbers."""
@@ -230,10 +236,16 @@ class RunFolder:
         return self._files[name]
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add rows to a JSON-lines file of the run, on disk when this returns."""
-        file = self._file(name)
-        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        file.flush()
+        """Add rows to a JSON-lines file of the run, with the kernel when this returns."""
+        self._write(name, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            self._file(name).write(text)
+            self._file(name).flush()
+        except OSError as error:
+            error.filename = str(self.path / name)  # a full disk's error does not say where
+            raise
 
     def trace(self, rank: int, role: str, events: dict) -> None:
         """Append a rank's events to the Chrome trace. A run that is cut leaves an open array, which viewers accept."""
@@ -257,8 +269,7 @@ class RunFolder:
 
     def _append_trace(self, rows: list[dict]) -> None:
         opening = ",\n" if "trace.json" in self._files else "[\n"
-        self._file("trace.json").write(opening + ",\n".join(map(json.dumps, rows)))
-        self._file("trace.json").flush()
+        self._write("trace.json", opening + ",\n".join(map(json.dumps, rows)))
 
     def close(self) -> None:
         if "trace.json" in self._files:

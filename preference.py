@@ -13,6 +13,7 @@ A row has the prompt and two responses, `chosen` and `rejected`: strings, or lis
 import dataclasses
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from resume import Checkpoints, read_state, version_of
 from settings import to_yaml
 from shape import Shape
 from sync import Grid, make_groups
+from watch import Watch
 
 Pair = tuple[Sample, Sample]  # chosen, rejected
 
@@ -144,14 +146,16 @@ class Summary:
         self.note(f"version {version} saved to {folder}")
 
 
-def train_pairs(config: Config, start: Start) -> None:
+def train_pairs(config: Config, start: Start, stack: ExitStack) -> None:
     """A whole run on preference pairs: all ranks call it. Raises ConfigError before the first process group."""
     train, held_out = load_pairs(config, start)
+    ledger = make_ledger(config, start.device)
     join(config, start.device)
+    stack.enter_context(Watch(config, ledger))
     grid = Grid.of(config)
     groups, first = make_groups(grid, None, start.device.type, config.collective_timeout_s), version_of(start.checkpoint)
     learner = Learner(config, start.shape, start.encoder.vocab, groups.mesh, start.device)
-    summary, ledger = Summary(config, learner, start), make_ledger(config, start.device)
+    summary = Summary(config, learner, start)
     saver = Checkpoints(config.run_dir, config.checkpoint.keep, groups.checkpoint)
     if start.checkpoint:
         learner.restore(start.checkpoint, groups.checkpoint)

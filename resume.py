@@ -46,14 +46,16 @@ class Checkpoints:
         self.folder, self.keep, self.group = Path(run_dir, "checkpoints"), keep, group
         self.leads = dist.get_rank(group) == 0
         self._pending: tuple[Path, Future] | None = None
+        for leftover in self.folder.glob("step-*.partial") if self.leads else ():
+            shutil.rmtree(leftover)  # of a run that was killed
 
     def save(self, version: int, tensors: dict[str, Tensor], state: dict | None, payloads: dict[int, bytes]) -> None:
         """Copy `tensors`, start writing; `state` and `payloads` are the first rank's. Raises CheckpointError, also for the last."""
         self.wait()
         partial = self.folder / f"step-{version}.partial"
         if self.leads:
-            shutil.rmtree(partial, ignore_errors=True)  # a leftover of a killed run
             try:
+                shutil.rmtree(partial, ignore_errors=True)  # it failed before
                 partial.mkdir(parents=True)
                 (partial / "state.json").write_text(json.dumps(state))
                 for group, payload in payloads.items():

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the side that waits must not spin on the other's cores; read at import
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but some 20 us, in which the next parallel loop comes: a fifth of a decode step
@@ -35,11 +36,12 @@ from ledger import Ledger
 from model import parameter_shapes
 from parallel import Lane
 from preference import train_pairs
-from resume import CheckpointError, Checkpoints, version_of
+from resume import Checkpoints, version_of
 from reward import Grader, total
 from scheduler import Request
 from settings import help_text, parse
-from sync import Grid, PublicationError, Publisher, agree_on_plan, make_groups
+from sync import Grid, Publisher, agree_on_plan, make_groups
+from watch import Watch
 
 
 class Inbox:
@@ -255,11 +257,11 @@ def judge(learner: Learner, director: Director, ledger: Ledger) -> None:
             director.save(learner, "best")
 
 
-def run(config: Config) -> None:
-    """One rank's whole life. What a user can get wrong is checked before the first process group."""
+def run(config: Config, stack: ExitStack) -> None:
+    """One rank's whole life. What a user can get wrong is checked before the first process group, then `stack` gets the watch."""
     start = prepare(config)
     if config.offline:
-        train_pairs(config, start)
+        train_pairs(config, start, stack)
         return
     rank, shape, encoder, device = start.rank, start.shape, start.encoder, start.device
     grid, shapes, ledger = Grid.of(config), parameter_shapes(shape), make_ledger(config, device)
@@ -272,6 +274,7 @@ def run(config: Config) -> None:
             grader = Grader(config.reward)
             grader.wait_ready()
     join(config, device)
+    stack.enter_context(Watch(config, ledger))
     channel = open_channel(rank, config.collective_timeout_s)
     ledger.follow(channel, rank, dist.get_world_size())
     live = {name: tuple(weight.shape) for name, weight in engine.weights().items()} if engine else {}
@@ -302,18 +305,15 @@ def main(argv: list[str]) -> int:
         return 0
     rank = int(os.environ.get("RANK", 0))
     try:
-        config = parse(argv)
-        run(config)
+        with ExitStack() as stack:
+            run(parse(argv), stack)
     except ConfigError as error:
         if rank:
             time.sleep(3.0)  # where all fail alike, rank 0's exit ends this one before it repeats the message
         print(f"config error: {error}", file=sys.stderr, flush=True)
         return 2
-    except (PublicationError, CheckpointError, TimeoutError, FloatingPointError, dist.DistError) as error:
-        role = "learner" if rank < Grid.of(config).learners else "actor"
-        print(f"rank {rank} ({role}) stopped: {error}", file=sys.stderr, flush=True)
-        if rank == 0:
-            time.sleep(2.0)  # it holds the store, from which the others learn why
+    except (TimeoutError, dist.DistError) as error:  # later ones are the watch's
+        print(f"rank {rank} stopped while the ranks met: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -57,10 +57,11 @@ def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> lis
     return [entry["result"] for entry in done]
 
 
-def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280) -> subprocess.CompletedProcess:
+def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280,
+             restarts: int = 0) -> subprocess.CompletedProcess:
     """The real command line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port()),
-               script, *arguments]
+               "--max-restarts", str(restarts), script, *arguments]
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=os.environ | settings)
 

@@ -14,7 +14,7 @@ FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
      "resume", "channel", "kernels", "hardware", "costs"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
-    {"runner", "sharding", "packing"},
+    {"runner", "sharding", "packing", "watch"},
     {"guard"},
     {"actor", "learner", "launch"},
     {"calibrate"},

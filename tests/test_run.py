@@ -145,7 +145,7 @@ def test_a_flipped_bit_ends_the_run_on_both_sides_with_one_line(tmp_path):
     """Proof 2 in a real run: no step is trained on samples of weights that are not the learner's."""
     done = torchrun(2, TOY, f"run_dir={tmp_path / 'run'}", "steps=9", "eval.every=0", "log.trackers=[]", script="tests/flip.py")
     assert done.returncode != 0 and f'File "{ROOT / "train.py"}"' not in done.stderr
-    for side in ("rank 0 (learner)", "rank 1 (actor)"):
+    for side in ("rank 0 (learner, publish)", "rank 1 (actor, publish)"):
         assert f"{side} stopped: publication of version 2 is not what was sent: model.norm.weight differs on rank 1" in done.stderr
     assert len(rows(tmp_path / "run")) == 1, "step 1's publication failed: its row must not be written"
 
