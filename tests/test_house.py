@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
-     "resume", "kernels", "hardware", "costs"},
+     "resume", "kernels", "hardware", "costs", "fleet"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding"},
     {"actor", "learner", "launch"},
@@ -23,7 +23,9 @@ FLOORS = [  # lowest first; an import goes to a lower floor
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 SIDEWAYS = {("ledger", "config"), ("settings", "config"), ("shape", "config"), ("costs", "shape"),
-            ("costs", "hardware"), ("simulate", "plan"), ("report", "plan")}  # arrows within a floor
+            ("costs", "hardware"), ("fleet", "costs"),
+            ("fleet", "hardware"), ("fleet", "scheduler"), ("fleet", "shape"), ("fleet", "balance"), ("simulate", "plan"),
+            ("report", "plan")}  # arrows within a floor
 FOR_ALL = {"config", "settings", "ledger"}
 NOT_OURS_TO_IMPORT = {"tests", "bench", "configs", "conftest"}
 BROAD_EXCEPTS = {"reward.py": 1}  # a process boundary: whatever a user's reward function raises
