@@ -29,6 +29,7 @@ POLL_S = 53e-6  # of it for one small request, measured
 TOKEN_BYTES = 12  # a response token in a payload: id, logprob, version
 DIGEST_BYTES = 60  # a parameter's name and digest in an actor's report
 HOP_S = 15e-6  # latency of one more receiver in a broadcast's chain
+IDLE_S = 1e-3  # between an idle engine's questions
 MTBF_H = 50_000.0  # GPU hours between failures: 419 in 54 days on 16,384 (Llama 3, arXiv 2407.21783)
 MODES = {"colocated": 0, "sync": 0, "one_step": 1, "async": 2}  # max_staleness, where none is given
 
@@ -193,12 +194,13 @@ class Engine:
         self.scheduler.version, self.settled, self.busy = version, False, False
         self.jump: tuple | None = None
         self.inbox: list[list[Request]] = []
+        self.grading: list[int] = []  # groups in or before the graders, oldest first; those of this step come after a look at them
+        self.fresh: list[int] = []
         self.coming: int | None = None
 
     def nudge(self, now: float) -> None:
         """Something has arrived: an idle engine sees it now, one in a jump at its next step boundary."""
         if not self.busy:
-            self.run.book_idle(self.account, now)
             self.boundary(now)
         elif self.jump:
             start, steps, seconds = self.jump
@@ -211,7 +213,20 @@ class Engine:
                 self.run.at(start + seconds(low), self.land, self.jump)
 
     def boundary(self, now: float) -> None:
-        """Between two steps: take messages in, then a publication, then compute."""
+        """Between two steps: a graded group from each worker into the store, which the engine waits for; then go on."""
+        if not self.busy:
+            self.run.book_idle(self.account, now)
+        self.busy, most = True, self.run.scenario.config.reward.workers * self.run.scenario.grain
+        graded, self.grading = self.grading[:most], self.grading[most:] + self.fresh
+        self.fresh = []
+        if graded:
+            self.run.at(self.run.store(self, graded, now), self.go_on)
+        else:
+            self.go_on(now)
+
+    def go_on(self, now: float) -> None:
+        """Take messages in, then a publication, then compute."""
+        self.account.book("exchange", now)
         self.busy = False
         for requests in self.inbox:
             self.scheduler.add(requests)
@@ -225,6 +240,8 @@ class Engine:
                 self.run.acknowledge(self, now)
                 return
         if self.scheduler.idle:
+            if self.grading:
+                self.run.at(now + IDLE_S, self.look)
             return
         self.busy, steps = True, self.steps_alike() if self.run.scenario.jumps else 1
         if steps > 1:
@@ -246,6 +263,11 @@ class Engine:
         seconds = self.seconds(len(decoding), context, tokens, begun)
         self.run.at(now + seconds, self.commit, batch, before, "prefill" if tokens else "decode")
 
+    def look(self, now: float) -> None:
+        """An idle engine asks its graders."""
+        if not self.busy and self.grading:
+            self.boundary(now)
+
     def seconds(self, *what: float) -> float:
         return self.slowness * self.run.scenario.step_seconds(*what)
 
@@ -253,7 +275,7 @@ class Engine:
         """Steps until one of the running ends or blocks run short, if nothing waiting can be admitted before; else 1."""
         scheduler, running = self.scheduler, self.scheduler.running
         stuck = not scheduler.waiting or len(running) >= scheduler.max_num_seqs or self.settled
-        if not (stuck and running) or any(len(r.tokens) - r.num_computed != 1 for r in running):
+        if self.grading or not (stuck and running) or any(len(r.tokens) - r.num_computed != 1 for r in running):
             return 1
         steps = min(min(r.max_new_tokens - r.num_generated, scheduler.capacity + 1 - len(r.tokens)) for r in running)
         pool = scheduler.pool
@@ -288,10 +310,7 @@ class Engine:
         # Had the budget been short, some would not have decoded: what was not admitted did not fit, and will not while these grow.
         after = len(scheduler.waiting), len(scheduler.running), len(scheduler.held)
         self.settled = kind == "decode" and not finished and before == after
-        run.at(run.hand_over(self, finished, now), self.hand_back)
-
-    def hand_back(self, now: float) -> None:
-        self.account.book("exchange", now)
+        self.fresh = run.completed(finished)
         self.boundary(now)
 
     def publish(self, version: int) -> None:

@@ -109,16 +109,22 @@ class Run:
                                      min_version=max(0, step - scenario.max_staleness))
                              for number, length in enumerate(scenario.draw(group, step))])
 
-    def hand_over(self, engine: Engine, finished: list[Request], now: float) -> float:
-        """Put the groups that are complete into the store, which serves one after the other; returns when the engine goes on."""
+    def completed(self, finished: list[Request]) -> list[int]:
+        """The groups whose last sample is among these."""
+        groups = []
         for request in finished:
-            done = self.samples[request.group]
-            done.append(request)
+            self.samples[request.group].append(request)
             self.preemptions += request.preemptions
-            if len(done) == self.scenario.config.rollout.samples_per_prompt:
-                tokens = self.scenario.grain * sum(request.num_generated for request in done)
-                now = self.store_free = max(now, self.store_free) + self.scenario.payload_seconds(tokens)
-                self.at(now, self.arrive, request.group, engine.number)
+            if len(self.samples[request.group]) == self.scenario.config.rollout.samples_per_prompt:
+                groups.append(request.group)
+        return groups
+
+    def store(self, engine: Engine, groups: list[int], now: float) -> float:
+        """Put payloads into the store, which serves one after the other; returns when the last is there."""
+        for group in groups:
+            tokens = self.scenario.grain * sum(request.num_generated for request in self.samples[group])
+            now = self.store_free = max(now, self.store_free) + self.scenario.payload_seconds(tokens)
+            self.at(now, self.arrive, group, engine.number)
         return now
 
     def arrive(self, now: float, group: int, engine: int) -> None:
@@ -200,7 +206,7 @@ class Run:
         if not self.scenario.staged:
             self.learner.book("publish", now)
         for engine in engines:
-            engine.boundary(now)
+            engine.go_on(now)
         if not self.scenario.staged:
             self.finish(now)
         elif self.deferred and not self.to_swap:

@@ -15,7 +15,7 @@ import costs
 import simulate
 from config import ConfigError
 from costs import Workload
-from fleet import POLL_S, Scenario, best_interval, goodput, scaled
+from fleet import IDLE_S, POLL_S, Scenario, best_interval, goodput, scaled
 from plan import case_of
 from settings import parse
 from simulate import Run
@@ -90,6 +90,7 @@ def test_one_engine_and_equal_lengths_are_the_formula():
     for token in range(2, 24):
         seconds += engine.decode(16, 4 * (40 + token) + 12 * (39 + token))
     seconds += engine.decode(12, 12 * 63)  # the siblings' last one
+    seconds += 4 * IDLE_S  # the engine is idle when its grader hands over one group after the other
     payload = 4 * 24 * 12 / 37e6
     flops = 3 * case.shape.forward_flops(64, 64 * 65 // 2) / (case.hardware.flops * 1e-6)
     training = costs.train_seconds(case.config, case.shape, case.hardware, Workload.of(case.config), 1, 1)
