@@ -10,11 +10,13 @@ of 2 x their seconds x the seconds between failures.
 """
 
 import dataclasses
+import json
 import math
 import random
 import sys
 from collections import Counter
 from functools import cached_property
+from pathlib import Path
 
 import costs
 from balance import Item, plan_micro_batches
@@ -360,3 +362,13 @@ def goodput(step_s: float, every: int, checkpoint_s: float, mtbf_s: float, resta
 def best_interval(step_s: float, checkpoint_s: float, mtbf_s: float) -> int:
     """Steps between checkpoints that lose least: Young 1974."""
     return max(1, round(math.sqrt(2 * checkpoint_s * mtbf_s) / step_s))
+
+
+def trace(run: str) -> tuple[tuple[int, ...], ...]:
+    """Response lengths of a run's logged samples, by step. Raises ConfigError."""
+    file, lengths = Path(run) / "rollouts.jsonl", {}
+    if not file.is_file():
+        raise ConfigError(f"no {file}: a run writes it if `log.samples_per_step` > 0")
+    for row in map(json.loads, file.read_text().splitlines()):
+        lengths.setdefault(row["step"], []).append(len(row["versions"]))
+    return tuple(tuple(lengths[step]) for step in sorted(lengths))

@@ -27,11 +27,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 from config import ConfigError
 from costs import Workload
-from fleet import MODES, MTBF_H, Account, Engine, Scenario, best_interval, goodput, scaled
+from fleet import MODES, MTBF_H, Account, Engine, Scenario, best_interval, goodput, scaled, trace
 from plan import case_of
 from scheduler import ReleaseGate, Request
 from settings import parse
@@ -41,7 +40,7 @@ class Run:
     """The heap of events, and rank 0's loop: release, wait, train, publish."""
 
     def __init__(self, scenario: Scenario, steps: int):
-        self.scenario, self.steps, self.now, self.era = scenario, steps, 0.0, 0
+        self.scenario, self.steps, self.era = scenario, steps, 0
         self.heap: list[tuple[float, int, int, Callable, tuple]] = []
         self.order = count()
         self.gate = ReleaseGate(scenario.groups, scenario.max_staleness, steps + scenario.max_staleness + 1)
@@ -298,17 +297,13 @@ def scenario_of(arguments: list[str], options: argparse.Namespace, mode: str, gp
     case = case_of(parse(arguments))
     gpus = gpus or case.config.world_size
     staleness = MODES[mode] if options.staleness is None or not MODES[mode] else options.staleness
-    lengths: dict[int, list[int]] = {}
-    for line in (Path(options.lengths) / "rollouts.jsonl").read_text().splitlines() if options.lengths else ():
-        row = json.loads(line)
-        lengths.setdefault(row["step"], []).append(len(row["versions"]))
     settings = {"staged": mode == "async", "update": "keep" if mode == "async" else "recompute", "grain": options.grain,
                 "engines": options.engines, "slow": tuple(map(float, options.slow.split(":"))), "seed": options.seed,
                 "mtbf_h": options.mtbf, "restart_s": options.restart, "spread": options.spread}
     settings |= {"update": options.update} if options.update else {}
     settings |= {"staged": options.publish == "staged"} if options.publish else {}
     return Scenario(scaled(case.config, gpus, mode), case.shape, case.hardware, gpus, mode, staleness,
-                    lengths=tuple(tuple(lengths[step]) for step in sorted(lengths)), **settings | more)
+                    lengths=trace(options.lengths) if options.lengths else (), **settings | more)
 
 
 def simulate(scenario: Scenario, steps: int) -> dict:

@@ -1,7 +1,7 @@
 """The simulator held against runs on this machine, and represented engines against all of them.
 
     python bench/simulate.py runs [--steps 60]        # toy, on-policy and one-step-off, measured and simulated
-    python bench/simulate.py engines [--grain 256]    # the 70B on 64 and 256 GPUs: all 3 and 12 engines against 2, 3 and 6
+    python bench/simulate.py engines [--grain 256]    # the 70B on 64 and 256 GPUs: all 3 and 12 engines against 2 and 3
 
 Of a run on shared cores two things can be off: how fast its parts are, and what follows when they wait for one another. The second
 is what a simulator is for. So three predictions stand beside a run's step and idle shares: from the calibration before it (`cold`);
@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fleet import Scenario, scaled
+from fleet import Scenario, scaled, trace
 from hardware import Hardware
 from plan import case_of
 from settings import parse
@@ -52,18 +52,10 @@ def measure(arguments: list[str], folder: Path) -> dict:
             name: mean(*keys) for name, keys in PARTS.items()}
 
 
-def lengths(folder: Path) -> tuple[tuple[int, ...], ...]:
-    found: dict[int, list[int]] = {}
-    for line in (folder / "rollouts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row["step"], []).append(len(row["versions"]))
-    return tuple(tuple(found[step]) for step in sorted(found))
-
-
-def predict(arguments: list[str], hardware: Hardware, trace: tuple, staleness: int, steps: int) -> tuple[dict, dict]:
+def predict(arguments: list[str], hardware: Hardware, lengths: tuple, staleness: int, steps: int) -> tuple[dict, dict]:
     """What is compared, and the seconds a step of the parts that it came from."""
     case = case_of(parse(arguments))
-    run = Run(Scenario(case.config, case.shape, hardware, 2, ("sync", "one_step")[staleness], staleness, lengths=trace), steps)
+    run = Run(Scenario(case.config, case.shape, hardware, 2, ("sync", "one_step")[staleness], staleness, lengths=lengths), steps)
     found = run.play()
     actor, learner = run.engines[0].account, run.learner
     parts = {"engine": (actor["prefill"] + actor["decode"]) / steps, "learner": learner["train"] / steps}
@@ -112,7 +104,7 @@ def runs(options: argparse.Namespace) -> None:
         hardware = case_of(parse([*base, f"plan.hardware={file}"])).hardware
         measured = [measure([*base, f"max_staleness={staleness}"], Path(scratch) / f"run{staleness}") for staleness in (0, 1)]
         table = compare(base, hardware, measured,
-                        [lengths(Path(scratch) / f"run{number}") for number in (0, 1)], options.steps)
+                        [trace(f"{scratch}/run{number}") for number in (0, 1)], options.steps)
     print(f"load {os.getloadavg()[0]:.1f}")
     print(f"{'':14}{'':14}{'measured':>10}{'cold':>10}{'other run':>11}{'own parts':>11}{'error':>9}")
     for mode, name, found, cold, other, own in table:
@@ -124,7 +116,7 @@ def runs(options: argparse.Namespace) -> None:
 def engines(options: argparse.Namespace) -> None:
     case, table = case_of(parse(["configs/llama3.1-70b-64xh100.yaml"])), []
     modes = {"sync": {}, "async": {"max_staleness": 2, "staged": True, "update": "keep"}}
-    for gpus, counts in ((64, (3, 2)), (256, (12, 6, 3))):
+    for gpus, counts in ((64, (3, 2)), (256, (12, 3))):
         for mode, more in modes.items():
             for count in counts:
                 start = time.process_time()

