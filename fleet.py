@@ -90,7 +90,8 @@ class Scenario:
         config, work = self.config, Workload.of(self.config)
         if not config.plan.decode_tokens_per_gpu:
             return 1.0
-        derived = costs.mean_field(config, self.shape, self.hardware, work.running_context())
+        context = dataclasses.replace(work, groups=1024, samples=1).running_context()  # of fewer lengths, but the same
+        derived = costs.mean_field(config, self.shape, self.hardware, context)
         return work.generated / (config.plan.decode_tokens_per_gpu * config.actor.replicas * config.actor.tp) / derived
 
     @cached_property
