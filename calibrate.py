@@ -166,6 +166,7 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
         batch = [Sample([1] * (prompt + response), prompt, [-1.0] * response, 1.0, 1.0 / count)] * count
         accounts = []
         for _ in again(3.0):
+            learner.credit(batch)
             ledger.account()
             learner.train_step([batch], 0, ledger)
             accounts.append(ledger.account())

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
-     "resume", "channel", "kernels", "hardware", "costs"},
+     "resume", "channel", "kernels", "hardware", "costs", "fleet"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding", "packing", "watch"},
     {"guard"},
@@ -24,7 +24,9 @@ FLOORS = [  # lowest first; an import goes to a lower floor
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 SIDEWAYS = {("ledger", "config"), ("settings", "config"), ("shape", "config"), ("costs", "shape"),
-            ("costs", "hardware"), ("simulate", "plan"), ("report", "plan")}  # arrows within a floor
+            ("costs", "hardware"), ("fleet", "costs"),
+            ("fleet", "hardware"), ("fleet", "scheduler"), ("fleet", "shape"), ("fleet", "balance"), ("simulate", "plan"),
+            ("report", "plan")}  # arrows within a floor
 FOR_ALL = {"config", "settings", "ledger"}
 NOT_OURS_TO_IMPORT = {"tests", "bench", "configs", "conftest"}
 BROAD_EXCEPTS = {"reward.py": 1}  # a process boundary: whatever a user's reward function raises
@@ -86,7 +88,7 @@ def over_budget(files: Files) -> list[str]:
     limits = {path: 350 if path == "train.py" else 250 if path.startswith("kernels/") else 500 for path in files}
     faults = [f"{path}: {lengths[path]} lines, at most {limits[path]}" for path in files if lengths[path] > limits[path]]
     total = sum(length for path, length in lengths.items() if not path.startswith(("tests/", "bench/")))
-    return faults + ([f"the house: {total} lines, at most 10500"] if total > 10500 else [])
+    return faults + ([f"the house: {total} lines, at most 11000"] if total > 11000 else [])
 
 
 def stdlib_names(files: Files) -> list[str]:
@@ -172,7 +174,7 @@ KERNELS = {"kernels/__init__.py": "", "kernels/a.py": "", "kernels/b.py": ""}
     (over_budget, {"actor.py": "\n" * 501}),
     (over_budget, {"train.py": "\n" * 351}),
     (over_budget, {"kernels/a.py": "\n" * 251}),
-    (over_budget, {f"{number}.py": "\n" * 500 for number in range(21)} | {"last.py": "\n"}),
+    (over_budget, {f"{number}.py": "\n" * 500 for number in range(22)} | {"last.py": "\n"}),
     (stdlib_names, {"queue.py": ""}),
     (broad_excepts, {"actor.py": "try:\n    f()\nexcept:\n    pass"}),
     (broad_excepts, {"actor.py": "try:\n    f()\nexcept (ValueError, Exception):\n    pass"}),
