@@ -88,7 +88,7 @@ def over_budget(files: Files) -> list[str]:
     limits = {path: 350 if path == "train.py" else 250 if path.startswith("kernels/") else 500 for path in files}
     faults = [f"{path}: {lengths[path]} lines, at most {limits[path]}" for path in files if lengths[path] > limits[path]]
     total = sum(length for path, length in lengths.items() if not path.startswith(("tests/", "bench/")))
-    return faults + ([f"the house: {total} lines, at most 11000"] if total > 11000 else [])
+    return faults + ([f"the house: {total} lines, at most 12000"] if total > 12000 else [])
 
 
 def stdlib_names(files: Files) -> list[str]:
@@ -174,7 +174,7 @@ KERNELS = {"kernels/__init__.py": "", "kernels/a.py": "", "kernels/b.py": ""}
     (over_budget, {"actor.py": "\n" * 501}),
     (over_budget, {"train.py": "\n" * 351}),
     (over_budget, {"kernels/a.py": "\n" * 251}),
-    (over_budget, {f"{number}.py": "\n" * 500 for number in range(22)} | {"last.py": "\n"}),
+    (over_budget, {f"{number}.py": "\n" * 500 for number in range(24)} | {"last.py": "\n"}),
     (stdlib_names, {"queue.py": ""}),
     (broad_excepts, {"actor.py": "try:\n    f()\nexcept:\n    pass"}),
     (broad_excepts, {"actor.py": "try:\n    f()\nexcept (ValueError, Exception):\n    pass"}),
