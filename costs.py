@@ -223,10 +223,10 @@ def itemsize(config: Config) -> int:
 def layer_elements(shape: Shape, fused: bool) -> int:
     """What one layer keeps of a token for backward: two norms (input, output), q, k, v, o, gate, up, their product.
 
-    Without our kernels also the normed input before its weight, o once more as the product's input, and SiLU of gate.
+    Without our kernels also o once more, as the product's input.
     """
     kept = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.ffn
-    return kept + (0 if fused else 2 * shape.hidden + shape.heads * shape.head_dim + shape.ffn)
+    return kept + (0 if fused else shape.heads * shape.head_dim)
 
 
 def layer_parameters(shape: Shape) -> float:

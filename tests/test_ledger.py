@@ -215,12 +215,13 @@ def test_the_token_ledger_adds_up():
         return {"rewards": rewards, "lengths": [[4 + length, length] for length in lengths], "reasons": reasons, "oldest": 0}
 
     headers = [header([1.0, 0.0, None], [5, 8, 7], ["stop", "length", "length"]), header([None] * 3, [1, 2, 3], ["stop"] * 3)]
-    train = {"loss": 0.0, "entropy": 1.0, "kl": 0.0, "clipped": 0.0, "gap": 0.0, "gap_max": 0.0, "flops": 1.0, "grad_norm": 1.0,
-             "lr": 1e-3}
+    train = {"skipped": 0, "loss": 0.0, "entropy": 1.0, "kl": 0.0, "clipped": 0.0, "gap": 0.0, "gap_max": 0.0, "flops": 1.0,
+             "grad_norm": 1.0, "lr": 1e-3}
     publish = {"bytes": 1, "total": 1.0, "wire": 1.0}
-    reports = [{"train": train | {"tokens": tokens}, "publish": publish, "account": {}} for tokens in (5, 4)]  # of 8, 4 were masked
-    actor = {"account": {}, "decode_bytes": 0, "decode_seconds": 0, "prefix_hits": 0, "preemptions": 0}
-    row = step_row(0, 1.0, headers, reports, [actor])
+    reports = [{"train": train | {"tokens": tokens, "trained": tokens, "gap_tokens": tokens}, "publish": publish, "account": {},
+                "memory": {}} for tokens in (5, 4)]  # of 8, 4 were masked
+    actor = {"account": {}, "buffer_bytes": 0, "decode_bytes": 0, "decode_seconds": 0, "prefix_hits": 0, "preemptions": 0}
+    row = step_row(0, 1.0, (headers, [6, 5]), reports, [actor])  # and two groups were replaced
     assert {key: value for key, value in row.items() if key.startswith("tokens_")} == {
-        "tokens_generated": 26, "tokens_trained": 9, "tokens_unscored": 13, "tokens_filtered": 4, "tokens_truncated": 15,
+        "tokens_generated": 37, "tokens_trained": 9, "tokens_unscored": 13, "tokens_filtered": 15, "tokens_truncated": 15,
         "tokens_per_s": 26.0}

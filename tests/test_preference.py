@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenc
 import preference
 from config import ConfigError, Data
 from data import Encoder, Prompts
-from launch import check_folders
+from launch import Start, check_folders
 from learner import Sample
 from preference import Pairs
 from sync import Grid
@@ -211,7 +211,7 @@ def test_held_out_pairs_are_checked_before_the_run(tmp_path):
         config = toy(algorithm=ALGORITHMS["dpo"], rollout={"max_new_tokens": 4}, eval={"every": 1},
                      data={"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "eval.jsonl")})
         with pytest.raises(ConfigError) as caught:
-            preference.load_pairs(config, Encoder("configs/toy"))
+            preference.load_pairs(config, Start(0, SHAPE, Encoder("configs/toy"), torch.device("cpu")))
         assert str(caught.value).startswith(field)
 
 
