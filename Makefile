@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test test-all smollm2 clean
 
 demo: .venv/installed
-	$(BIN)/torchrun --nproc-per-node 2 train.py configs/toy.yaml
+	$(BIN)/torchrun --nproc-per-node 2 train.py configs/toy.yaml resume=never
 	@$(BIN)/python bench/plot.py runs/toy
 
 test: .venv/installed
