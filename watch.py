@@ -172,8 +172,11 @@ class Watch:
         except OSError:  # reset
             data = b""
         *lines, peer.rest = (peer.rest + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:  # not one of ours
+            messages, data = [], b""
+        for message in messages:
             peer.rank, peer.pid = message.get("rank", peer.rank), message.get("pid", peer.pid)
             peer.phase, peer.left, peer.heard = message.get("phase", peer.phase), message.get("left", peer.left), time.monotonic()
             self._trouble |= "trouble" in message

@@ -54,9 +54,11 @@ def at(place: str, count: int, number: int) -> None:
 
         setattr(owner, name, wrapped)
 
-    if place == "idle":
-        waits = ("run_actor", "collect", "wait_until")
-        wrap(time, "sleep", when=lambda *_: sys._getframe(2).f_code.co_name in waits)
+    if place == "idle":  # once the first version is live
+        waits, live = ("run_actor", "collect", "wait_until"), []
+        for name in ("send", "receive"):
+            wrap(Publisher, name, when=lambda _, version, *__: live.append(version))
+        wrap(time, "sleep", when=lambda *_: live and sys._getframe(2).f_code.co_name in waits)
     elif place == "decode":
         wrap(Runner, "compute", when=lambda runner, batch: all(request.num_scheduled == 1 for request in batch))
     elif place == "publish":  # after the first, and not where the link is measured

@@ -81,7 +81,7 @@ PHASES = {"idle": {"learner": "wait_rollouts|publish", "actor": "wait_prompts"},
           "checkpoint": {"learner": "checkpoint"}, "writing": {"learner": r"\w+"}}
 
 
-COUNTS = {"idle": 60, "writing": 2, "checkpoint": 2, "decode": 9, "publish": 2, "backward": 9}
+COUNTS = {"idle": 20, "writing": 2, "checkpoint": 2, "decode": 9, "publish": 2, "backward": 9}
 FATES = {KILL: "died", STOP: r"has been silent for \d+ s"}
 
 
