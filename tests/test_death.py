@@ -98,6 +98,7 @@ def test_a_killed_learner_is_named_by_an_actor(tmp_path):
     check_named(tmp_path, 2, 0, "learner", "backward", KILL)
 
 
+@pytest.mark.long
 def test_a_killed_idle_actor_is_named(tmp_path):
     """No collective is pending, nothing is on its way: rank 0 would find out after half an hour of waiting for its groups."""
     check_named(tmp_path, 2, 1, "actor", "idle", KILL)
@@ -109,7 +110,7 @@ def test_a_stopped_actor_ends_the_job_within_the_limit(tmp_path):
     check_named(tmp_path, 2, 1, "actor", "decode", STOP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_the_job_ends_at_a_signal(tmp_path, number):
     """A scheduler's SIGTERM to torchrun, and Ctrl-C, which the terminal sends to every process of the group."""
     job = Job(2, tmp_path / "run", LIMIT)

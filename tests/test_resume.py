@@ -113,6 +113,7 @@ def test_torchrun_starts_a_killed_run_again_by_itself(undisturbed, tmp_path):
             assert trained - 4 < int(words[1]) <= trained, "at most an interval, and the one that was being written"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_on_another_number_of_learners(undisturbed, killed, tmp_path):
     """L15 in a run: one rank saved, two shards load. The next step samples what the undisturbed run sampled, from the same weights
     and at the same rate; sums are over other parts, so the rest agrees to rounding."""
@@ -187,6 +188,7 @@ def test_an_async_run_keeps_its_bound_its_order_and_its_finished_groups(tmp_path
         assert not old or old == [row["text"] for row in mine]
 
 
+@pytest.mark.long
 def test_preference_runs_go_on_too(tmp_path):
     """DPO: moments, cursor and the best evaluation are there again; metrics equal an uninterrupted run's bit for bit."""
     data = [{"prompt": f"{number}>", "chosen": str(number), "rejected": str(9999 - number)} for number in range(1000, 1040)]
@@ -217,7 +219,7 @@ def test_resume_never_starts_over_and_changed_settings_are_refused(killed, tmp_p
 # --- pieces
 
 
-@pytest.mark.parametrize("saved_after", [3, 4])
+@pytest.mark.parametrize("saved_after", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_rows_follow_as_in_an_uninterrupted_run_and_changed_data_are_refused(tmp_path, saved_after):
     """R4: 6 rows, batch 2, saved after step 3 and 4, resumed to 9: two epochs' shuffles are crossed."""
     data = tmp_path / "rows.jsonl"
@@ -319,7 +321,7 @@ def test_a_full_disk_costs_the_checkpoint_being_written_and_no_other(tmp_path, l
         assert left == ["step-1"] and first == [1.0, [1.0] * 3] and second == [2.5, [2.5] * 3]
 
 
-@pytest.mark.parametrize("place", ["writing", "renaming"])
+@pytest.mark.parametrize("place", ["writing", pytest.param("renaming", marks=pytest.mark.long)])
 def test_a_save_that_was_killed_is_not_there(tmp_path, place):
     """R5: step-1 stays the last, and can be read."""
     assert {entry["exit"] for entry in spawn(2, "savers:be_killed", str(tmp_path), place)} == {-KILL} or place == "renaming"

@@ -133,6 +133,7 @@ def test_what_a_run_leaves_behind(exact_run):
     assert model.num_parameters() == 102720 and len(AutoTokenizer.from_pretrained(exact_run / "model")) == 13
 
 
+@pytest.mark.long
 def test_a_second_run_moves_the_first_aside(exact_run, tmp_path):
     """Re-running must neither mix two runs' metrics nor delete the first."""
     run_dir = tmp_path / "run"
