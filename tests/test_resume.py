@@ -94,6 +94,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been_on_other_actors_too(undistur
     assert [event.step for event in events.Scalars("reward")] == list(range(1, 8)), "steps trained twice show twice"
 
 
+@pytest.mark.long
 def test_torchrun_starts_a_killed_run_again_by_itself(undisturbed, tmp_path):
     """--max-restarts 3: an actor dies while it decodes, rank 0 in a publication, then as it completes a checkpoint. Each time all
     go on from the last complete one: the store's keys are a new attempt's, and metrics equal the undisturbed run's bit for bit."""
@@ -312,7 +313,7 @@ def test_a_checkpoint_holds_what_was_there_when_save_returned(tmp_path):
     assert alone["loaded"] == [3.0, [3.0] * 3] and "c is absent there and (2,) here" in alone["error"]
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize("limited", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_full_disk_costs_the_checkpoint_being_written_and_no_other(tmp_path, limited):
     """R5: every rank hears of it in one line, nobody waits for ever, and the earlier one is intact."""
     for raised, left, first, second in spawn_ok(2, "savers:save_on_a_full_disk", str(tmp_path), limited):

@@ -56,6 +56,7 @@ def test_two_actors_and_evaluations_give_the_metrics_of_one_actor_without(exact_
     assert [row["version"] for row in rows(tmp_path / "run", "eval.jsonl")] == [0, 6, 12, 18, 20]
 
 
+@pytest.mark.long
 def test_same_seed_same_metrics_however_the_engine_is_squeezed(tmp_path):
     """Proof 1 under preemption, chunks of 4 tokens and prefix hits: same bits, and a repeat is a repeat."""
     small = (*SHORT, "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "steps=6")
@@ -65,6 +66,7 @@ def test_same_seed_same_metrics_however_the_engine_is_squeezed(tmp_path):
     assert without_clocks(first) == without_clocks(second)
 
 
+@pytest.mark.long
 def test_agreement_does_not_depend_on_shards_packing_or_chunks(tmp_path):
     """Proof 1 on two FSDP shards with small micro-batches and chunks of 7 logprobs: other sums, same logprobs."""
     metrics = train(tmp_path / "run", 3, *SHORT, "steps=6", "learner.shards=2", "learner.logprob_chunk=7",
