@@ -7,10 +7,9 @@ tokens themselves stay in the store until the learner that needs them fetches th
 anything is computed, so nothing depends on which actor was faster.
 """
 
-import dataclasses
 import importlib.metadata
 import itertools
-import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_account
 from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
 from resume import read_payload, read_state, version_of
 from scheduler import ReleaseGate
-from settings import to_yaml
+from settings import plain, to_yaml
 from sync import Publisher
 
 
@@ -51,6 +50,8 @@ class Director:
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "signalled", True))
         self.out = Counter(dict.fromkeys(self.grid.leaders, 0))  # groups at each engine
         self.headers: dict[int, dict] = {}
+        self.work: list[list] = []  # [rank][minibatch][micro-batch] -> [group, number], of the current step
+        self.credits: dict[tuple[int, int], list] = {}  # (group, number) -> [reward, advantage, weight], of the current step
         self.filtered: dict[int, list[int]] = defaultdict(list)  # step -> tokens of each group that was replaced
         self.best: float | None = None  # reward of the best evaluation so far
         self.folder = RunFolder(config.run_dir, version_of(checkpoint) if checkpoint else None)
@@ -64,6 +65,7 @@ class Director:
         self.trackers = open_trackers(config, self.first)
         self.bounds = {"flops": measure_matmul_flops(publisher.dtype, publisher.device),
                        "bandwidth": measure_copy_bandwidth(publisher.device), "link": publisher.link_gb_s}
+        self.note(f"kill -USR1 {os.getpid()} saves a checkpoint after the step that is running")
         self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
                   f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s; MFU counts "
                   f"{MFU_CONVENTION}")
@@ -81,7 +83,7 @@ class Director:
             for entry in header:
                 self.take(entry)
         running, arrived = self.gate.open_groups()
-        state = {"config": json.loads(json.dumps(dataclasses.asdict(self.config))), "rows": self.prompts.fingerprint(),
+        state = {"config": plain(self.config), "rows": self.prompts.fingerprint(),
                  "cursor": self.prompts.cursor, "skipped": self.prompts.skipped, "next_group": self.next_group, "best": self.best,
                  "running": [[group, step, self.rows[group]] for group, step in running.items()],
                  "arrived": [[group, step, outcome, self.headers[group]] for group, (step, outcome) in arrived.items()],
@@ -122,7 +124,7 @@ class Director:
         every, after = config.checkpoint.every, self.gate.version + 1
         self.saves = self.signalled or (every > 0 and (after % every == 0 or after == config.steps))
         self.signalled = False
-        self.work: list[list] = [[] for _ in range(self.grid.learners)]  # [rank][minibatch][micro-batch] -> [group, number]
+        self.work = [[] for _ in range(self.grid.learners)]
         for groups in minibatches(list(headers), config.learner.minibatches):
             entries = [[group, number] for group in groups for number, (_, generated) in enumerate(headers[group]["lengths"])
                        if headers[group]["rewards"][number] is not None and generated]
@@ -150,7 +152,7 @@ class Director:
                     if config.reward_model.path:
                         self.headers[group].setdefault("scores", []).append(found["score"])
                         self.headers[group]["rewards"][number] += config.reward_model.weight * found["score"]
-        self.credits: dict[tuple[int, int], list] = {}
+        self.credits = {}
         for groups in minibatches(self.gate.groups(), config.learner.minibatches):
             headers = {group: self.headers[group] for group in groups}
             scored = [(group, number) for group, header in headers.items()

@@ -6,7 +6,7 @@ samples:
 
     python learner.py --replay RUN/guard/step-12-rank-0.safetensors
 
-Source for the gap as an alarm: arXiv 2510.26788 (mismatch between training and inference comes before collapse).
+Source for the gap as an alarm: J. Liu et al., When Speed Kills Stability, richardli.xyz/post/rl-collapse-training-inference.
 """
 
 import json

@@ -166,7 +166,7 @@ def importance_weights(tokens: Tokens, algorithm: Algorithm) -> Tensor:
     """learner's start / engine, per token or per sequence (the product over its tokens); cut at the cap, or 0 beyond it.
 
     Corrects for stale versions and for two implementations of one policy. Sources: decoupled PPO, arXiv 2110.00641 (in RLHF: AReaL,
-    2505.24298); truncation, fengyao.notion.site/off-policy-rl; masking, IcePop, ringtech.notion.site/icepop.
+    2505.24298); truncation, fengyao.notion.site/off-policy-rl; masking, IcePop, arXiv 2510.18855.
     """
     log_weight_R = (tokens.old_logps_R - tokens.rollout_logps_R).detach()
     level, _, way = algorithm.importance.partition("_")

@@ -10,8 +10,6 @@ bytes a parameter and the reference's 4; the other half of the GPUs, which decod
 A row has the prompt and two responses, `chosen` and `rejected`: strings, or lists of {role, content} messages.
 """
 
-import dataclasses
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +26,7 @@ from launch import Start, join, load_prompts, make_ledger
 from learner import Learner, Sample, measure_matmul_flops
 from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts
 from resume import Checkpoints, read_state, version_of
-from settings import to_yaml
+from settings import plain, to_yaml
 from shape import Shape
 from sync import Grid, make_groups
 from watch import Watch
@@ -184,7 +182,7 @@ def train_pairs(config: Config, start: Start, stack: ExitStack) -> None:
             with ledger.span("checkpoint"):
                 prompts = train.prompts
                 saver.save(step + 1, learner.state(), {
-                    "config": json.loads(json.dumps(dataclasses.asdict(config))), "rows": prompts.fingerprint(),
+                    "config": plain(config), "rows": prompts.fingerprint(),
                     "cursor": prompts.cursor, "skipped": prompts.skipped, "best": summary.best}, {})
     saver.wait()
     judge(config.steps)

@@ -223,6 +223,11 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def plain(config: Config) -> dict:
+    """The effective config as what JSON and YAML hold: tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
 def to_yaml(config: Config) -> str:
     """The effective config as YAML that `parse` reads back to an equal Config."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)
+    return yaml.safe_dump(plain(config), sort_keys=False)

@@ -122,10 +122,6 @@ def _fields(landing: Landing) -> list:
     return [landing.row0, landing.row1, landing.col0, landing.col1, landing.tensor, landing.to_row, landing.to_col]
 
 
-def _area(landing: Landing) -> int:
-    return (landing.row1 - landing.row0) * (landing.col1 - landing.col0)
-
-
 def make_plan(shapes: Shapes, layouts: tuple[Layout, ...], targets: tuple[Shapes, ...], learner: tuple[int, int],
               limits: tuple[int, int]) -> TransferPlan:
     """Plan for `learner` = (replicas, shards), one layout and the tensors' shapes a lane, `limits` = (elements a bucket, roots).
