@@ -65,6 +65,16 @@ class Engine:
         self.runner.connect(group)
         self._make_scheduler()
 
+    def release(self) -> None:
+        """Between a step's last token and the next `restore`: with actor.release_memory, give back weights and KV pool."""
+        if self.config.actor.release_memory:
+            self.runner.release()
+
+    def restore(self) -> None:
+        """Before weights are written and `publish` is called: have room for them and for keys and values again."""
+        if self.config.actor.release_memory:
+            self.runner.restore()
+
     @property
     def full_length_sequences(self) -> int:
         """Longest sequences that the KV pool holds at once."""

@@ -34,6 +34,7 @@ from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from hardware import Hardware, along
 from learner import Learner, Sample
 from ledger import Ledger
+from memory import device_name, machine_bytes
 from model import parameter_shapes
 from reward import Grader
 from scheduler import Request
@@ -61,10 +62,9 @@ def calibrate(config: Config, prompt: int, response: int, file: str) -> str:
         curves |= publication(config)
         link = max(size / seconds for size, seconds in curves["broadcast"])
     peak = max(rate for _, rate in curves["gemm_flops"])
-    memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
-    name = f"{torch.cuda.get_device_name() if on_gpu else f'{os.cpu_count()} CPU cores'}, {threads_of(config)} threads"
+    name = f"{device_name(device)}, {threads_of(config)} threads"
     origin = f"measured on {config.model.path}, {config.model.dtype}{', exact' if config.exact else ''}"
-    found = Hardware(name, peak, peak, peak, copy, float(memory), link, link, curves, origin)
+    found = Hardware(name, peak, peak, peak, copy, float(machine_bytes(device)), link, link, curves, origin)
     Path(file).write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
     return (f"{name}: GEMM {peak / 1e9:.0f} GFLOP/s, copy {copy / 1e9:.1f} GB/s, link {link / 1e9:.2f} GB/s; {origin} in "
             f"{time.perf_counter() - started:.0f} s -> {file}")

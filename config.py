@@ -110,6 +110,8 @@ class Actor:
     """`fp8` multiplies with e4m3 copies of the weights (128 x 128 block scales), made anew after each publication."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs, one for each batch bucket (GPU only; false launches every kernel by itself)."""
+    release_memory: bool = False
+    """Colocated: give weights and KV pool back while the learner works; they come anew at the publication (without CUDA graphs)."""
     update_mode: Literal["recompute", "drain", "keep"] = "recompute"
     """A weight update lets running requests prefill again under the new weights, finish before it, or `keep` their old KV."""
 
@@ -308,9 +310,9 @@ class Log:
 
 @dataclass(config=_strict, frozen=True)
 class Plan:
-    # What plan.py cannot read off the rest of the config; a run itself uses none of it.
-    hardware: str = "h100"
-    """`a100`, `h100`, `h200` or `b200` (vendors' sheets), or a JSON file that `plan.py --calibrate FILE` measured on a machine."""
+    # What plan.py cannot read off the rest of the config; a run uses it for `placement=auto` and its last table only.
+    hardware: str = ""
+    """`a100`, `h100`, `h200` or `b200` (vendors' sheets), or a file of `plan.py --calibrate`; empty: h100, in a run its own."""
     gpus_per_node: Positive = 8
     """GPUs that share NVLink; an engine does not straddle two nodes."""
     mean_prompt: NonNegative = 0.0
@@ -339,8 +341,8 @@ class Config:
     """Make engine and learner logprobs equal bit for bit: CPU, float32, at most 2 threads, widths that are multiples of 16."""
     max_staleness: Count = 0
     """Weight updates a sample may lag behind the step that trains on it: 0 is on-policy, 1 one-step-off, more asynchronous."""
-    placement: Literal["split"] = "split"
-    """`split`: learners are ranks 0…L−1, actors the ranks after them."""
+    placement: Literal["split", "colocated", "auto"] = "split"
+    """`split`: learners are ranks 0…L−1, actors those after. `colocated`: all are both, in turn. `auto`: plan.py's search says."""
     threads: Count = 0
     """CPU threads of each rank; 0 divides the machine's cores by the ranks that compute at the same time."""
     resume: Literal["auto", "never"] = "auto"
@@ -384,7 +386,7 @@ class Config:
     @property
     def world_size(self) -> int:
         """Ranks that torchrun must start."""
-        return self.learner.replicas * self.learner.shards + self.actor_ranks
+        return self.learner.replicas * self.learner.shards + (0 if self.placement == "colocated" else self.actor_ranks)
 
     @property
     def max_model_len(self) -> int:

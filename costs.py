@@ -23,6 +23,7 @@ from shape import Shape
 COMMUNICATOR = 16 * 2 * 4 * 2**20  # bytes: 16 channels x send and receive x NCCL_BUFFSIZE
 GRAPH = 8 * 2**20  # bytes of a captured decode step: nodes and their parameters
 CONTEXT = 0.6e9  # bytes of a CUDA context and libraries' workspaces
+KEPT = ("masters", "moments", "reference")  # of a colocated learner, while its engine generates
 USABLE = 0.95  # of the memory; the rest is lost between the allocator's blocks
 
 
@@ -280,10 +281,30 @@ def actor_memory(config: Config, shape: Shape, hardware: Hardware, tp: int) -> d
     return {"weights": found.pop("weights"), "kv": pool} | found
 
 
+def beside_learner(config: Config, shape: Shape, hardware: Hardware) -> Hardware:
+    """What a colocated learner leaves to the engine while it generates; split, all of it."""
+    if config.placement != "colocated":
+        return hardware
+    learner = learner_memory(config, shape, hardware, config.learner.replicas, config.learner.shards)
+    return dataclasses.replace(hardware, memory=hardware.memory - sum(learner[kind] for kind in KEPT))
+
+
+def colocated_memory(config: Config, shape: Shape, hardware: Hardware) -> dict[str, float]:
+    """By kind, in whichever phase takes more: learning (beside the engine's weights and pool, unless they are released) or
+    generating (when gradients and activations have gone). The pool takes its share of what is free beside masters and moments."""
+    learning = learner_memory(config, shape, hardware, config.learner.replicas, config.learner.shards)
+    beside = beside_learner(config, shape, hardware)
+    generating = actor_memory(config, shape, beside, config.actor.tp) | {kind: learning[kind] for kind in KEPT}
+    if not config.actor.release_memory:
+        learning |= {kind: generating[kind] for kind in ("weights", "derived", "kv", "graphs")}
+    return max(learning, generating, key=lambda kinds: sum(kinds.values()))
+
+
 def slots_of(config: Config, shape: Shape, hardware: Hardware, context: float) -> int:
     """Samples of `context` tokens that an engine decodes at once: its slots, or fewer if their keys and values do not fit."""
     tp = config.actor.tp
-    tokens = actor_memory(config, shape, hardware, tp)["kv"] / Costs(shape, hardware, tp, itemsize(config)).kv
+    pool = actor_memory(config, shape, beside_learner(config, shape, hardware), tp)["kv"]
+    tokens = pool / Costs(shape, hardware, tp, itemsize(config)).kv
     return min(config.actor.max_num_seqs, int(tokens / context))
 
 
@@ -336,10 +357,27 @@ def placements(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, in
                     yield replicas, tp, learners // shards, shards
 
 
-def placed(config: Config, placement: tuple[int, int, int, int]) -> Config:
+def colocations(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same where every GPU is both."""
+    for tp in (size for size in range(1, min(gpus, per_node) + 1) if per_node % size == 0 and gpus % size == 0):
+        if shape.heads % tp or shape.ffn % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+            continue
+        for shards in (size for size in range(1, gpus + 1) if gpus % size == 0):
+            if shards == gpus or shards % per_node == 0:
+                yield gpus // tp, tp, gpus // shards, shards
+
+
+def placed(config: Config, placement: tuple[int, int, int, int], colocated: bool = False) -> Config:
     replicas, tp, copies, shards = placement
-    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, replicas=replicas, tp=tp),
+    release = colocated and config.actor.release_memory
+    return dataclasses.replace(config, placement="colocated" if colocated else "split",
+                               actor=dataclasses.replace(config.actor, replicas=replicas, tp=tp, release_memory=release),
                                learner=dataclasses.replace(config.learner, replicas=copies, shards=shards))
+
+
+def mode_of(config: Config) -> str:
+    """How generating and learning overlap: sync, one_step (weights in place) or async (staged beside decode)."""
+    return "sync" if config.max_staleness == 0 else "async" if config.publish.mode == "staged" else "one_step"
 
 
 def mean_field(config: Config, shape: Shape, hardware: Hardware, context: float) -> float:
@@ -363,7 +401,7 @@ def step_seconds(mode: str, generate: float, train: float, publish: float, again
 
 
 def search(config: Config, shape: Shape, hardware: Hardware, mode: str, scale: float = 1.0) -> tuple[float, tuple[int, ...]] | None:
-    """(seconds, placement) of the fastest step among those that fit, of equals the one with fewest shards; None if none fits.
+    """(seconds, placement) of the fastest split step among those that fit, of equals the one with fewest shards; None if none fits.
 
     `scale` carries what is known of this engine's speed (given, or tail and all) over to other numbers of it.
     """
@@ -380,4 +418,19 @@ def search(config: Config, shape: Shape, hardware: Hardware, mode: str, scale: f
         seconds = step_seconds(mode, rolled[replicas, tp], trained[copies, shards], 0.0)
         if seconds < float("inf") and (best is None or (seconds, shards) < (best[0], best[1][3])):
             best = seconds, (replicas, tp, copies, shards)
+    return best
+
+
+def search_colocated(config: Config, shape: Shape, hardware: Hardware) -> tuple[float, tuple[int, ...]] | None:
+    """The same over placements in which all GPUs generate, then all learn."""
+    work, best = Workload.of(config), None
+    for placement in colocations(shape, config.world_size, config.plan.gpus_per_node):
+        there = placed(config, placement, colocated=True)
+        longest = slots_of(there, shape, hardware, config.max_model_len)
+        if not (longest and fits(colocated_memory(there, shape, hardware), hardware)):
+            continue
+        train = train_seconds(there, shape, hardware, work, *placement[2:]).total
+        seconds = mean_field(there, shape, hardware, work.running_context()) + train
+        if seconds < float("inf") and (best is None or (seconds, placement[3]) < (best[0], best[1][3])):
+            best = seconds, placement
     return best

@@ -29,7 +29,10 @@ from launch import Start
 from learner import Learner, measure_matmul_flops
 from ledger import MFU_CONVENTION, Ledger, RunFolder, memory_line, merge_accounts, step_line
 from losses import group_advantages, leave_one_out, overlong_penalty, token_weight
+from memory import device_name, machine_bytes
+from plan import afterwards, machine_of
 from resume import read_payload, read_state, version_of
+from rollout import Worker
 from scheduler import ReleaseGate
 from settings import plain, to_yaml
 from sync import Publisher
@@ -41,6 +44,7 @@ class Director:
     def __init__(self, config: Config, start: Start, publisher: Publisher, prompts: tuple[Prompts, list[Prompt]], ledger: Ledger):
         self.config, self.shape, self.ledger = config, start.shape, ledger
         self.channel, self.grid, checkpoint = publisher.channel, publisher.grid, start.checkpoint
+        self.worker: Worker | None = None  # this rank's, where ranks are colocated
         self.prompts, self.held_out = prompts
         self.encoder = self.prompts.encoder
         self.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
@@ -66,9 +70,11 @@ class Director:
         self.bounds = {"flops": measure_matmul_flops(publisher.dtype, publisher.device),
                        "bandwidth": measure_copy_bandwidth(publisher.device), "link": publisher.link_gb_s}
         self.note(f"kill -USR1 {os.getpid()} saves a checkpoint after the step that is running")
-        self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, "
-                  f"copy {self.bounds['bandwidth'] / 1e9:.1f} GB/s, publication link {publisher.link_gb_s:.2f} GB/s; MFU counts "
-                  f"{MFU_CONVENTION}")
+        self.machine = machine_of(config, device_name(start.device), self.bounds | {
+            "memory": machine_bytes(start.device), "process": start.process_bytes})
+        link = f"publication link {publisher.link_gb_s:.2f} GB/s" if publisher.link_gb_s else "no publication link on one rank"
+        self.note(f"bounds measured here: GEMM {self.bounds['flops'] / 1e9:.0f} GFLOP/s, copy {self.bounds['bandwidth'] / 1e9:.1f} "
+                  f"GB/s, {link}; MFU counts {MFU_CONVENTION}")
         self.clock = time.perf_counter()
         if checkpoint:
             self.restore(checkpoint)
@@ -136,8 +142,16 @@ class Director:
                 mine.append([[entries[index] for index in batch] for batch in batches])
         if not any(batch for mine in self.work for batches in mine for batch in batches):
             self.note(f"warning: no sample of step {self.gate.version} has a reward; only momentum moves the weights")
-        for rank, mine in enumerate(self.work):
-            self.channel.push(f"work/{rank}", {"minibatches": mine, "checkpoint": self.saves})
+        self.hand_out({rank: {"minibatches": mine, "checkpoint": self.saves} for rank, mine in enumerate(self.work)})
+
+    def hand_out(self, messages: dict[int, dict]) -> None:
+        """To learner ranks; colocated, their engines are told to stop turning, this rank's own lanes among them."""
+        for rank, message in messages.items():
+            self.channel.push(f"work/{rank}", message)
+        if self.worker:
+            for leader in self.grid.leaders:
+                self.channel.push(f"control/{leader}", {"kind": "work"})
+            self.worker.run("work")
 
     def credit(self) -> None:
         """Rewards are complete: tell each learner (reward, advantage, loss weight) of its samples."""
@@ -193,7 +207,10 @@ class Director:
             self.channel.push_many(f"control/{actor}", prompts)
 
     def collect(self, enough: Callable[[], bool], what: str) -> None:
-        """Take headers until `enough()`. Raises TimeoutError at the generation limit."""
+        """Take headers until `enough()`; colocated, this rank's engine works meanwhile.
+
+        Raises TimeoutError at the generation limit.
+        """
         deadline = time.monotonic() + self.config.rollout.generation_timeout_s
         while not enough():
             headers = self.channel.pop("headers")
@@ -203,7 +220,9 @@ class Director:
                                    f"{self.config.rollout.generation_timeout_s:g}; groups still out, by actor rank: {still_out}")
             for header in headers or []:
                 self.take(header)
-            if not headers:
+            if self.worker:
+                self.worker.turn()
+            elif not headers:
                 time.sleep(5e-4)
 
     def take(self, header: dict) -> None:
@@ -278,7 +297,8 @@ class Director:
         row = step_row(step, now - before, (headers, self.filtered.pop(step, [])), reports, accounts)
         self.folder.append("metrics.jsonl", [row])
         self.track(row)
-        for member, role in [*((report, "learner") for report in reports), *((account, "actor") for account in accounts)]:
+        for member in [*reports, *(account for account in accounts if "account" in account)]:
+            role = self.grid.role(member["rank"])
             self.folder.trace(member["rank"], role, member["events"])
             self.folder.append("ledger.jsonl", [{"step": step, "rank": member["rank"], "role": role} | member["account"]])
         self.folder.trace_step(step, before, now)
@@ -311,16 +331,23 @@ class Director:
 
     def save(self, learner: Learner, name: str) -> None:
         """The weights as a Hugging Face folder RUN/name; the other learner ranks are told to walk `full_tensors` meanwhile."""
-        for other in range(1, self.grid.learners):
-            self.channel.push(f"work/{other}", {"save": name})
+        self.hand_out({other: {"save": name} for other in range(1, self.grid.learners)})
         folder = Path(self.config.run_dir) / name
         save_hf(folder, self.config.model.path, learner.full_tensors())
         self.note(f"version {self.gate.version} saved to {folder}")
 
+    def stop(self) -> None:
+        """Let all other ranks go, and close the run's files."""
+        self.close()
+        self.hand_out({other: {"minibatches": []} for other in range(1, self.grid.learners)})
+        for leader in () if self.worker else self.grid.leaders:
+            self.channel.push(f"control/{leader}", {"kind": "stop"})
+
     def close(self) -> None:
+        self.note(afterwards(self.config, self.folder.read("metrics.jsonl"), self.machine))
         if self.prompts.skipped:
             self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
-        self.folder.trace(0, "learner", self.ledger.events())
+        self.folder.trace(0, self.grid.role(0), self.ledger.events())
         for tracker in self.trackers:
             tracker.finish()
         self.folder.close()
@@ -368,15 +395,18 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
         return sum(part[name] for part in parts) / max(1, sum(part[per] for part in parts))
 
     publish = reports[0]["publish"]
-    times = merge_accounts([report["account"] for report in reports], "learner")
-    times |= merge_accounts([account["account"] for account in accounts], "actor")
-    computing = sum(times.get(f"t_learner_{kind}", 0.0) for kind in ("score", "forward", "backward", "optimizer"))
+    actors = [account["account"] for account in accounts if "account" in account]  # colocated, a rank's books come from its learner
+    books = [report["account"] for report in reports]
+    role = "learner" if actors else "colocated"
+    times = merge_accounts(books, role) | (merge_accounts(actors, "actor") if actors else {})
+    computing = sum(times.get(f"t_{role}_{kind}", 0.0) for kind in ("score", "forward", "backward", "optimizer"))
     engines = {name: sum(account[name] for account in accounts)
                for name in ("decode_bytes", "decode_seconds", "prefix_hits", "preemptions")}
     return {
         "step": step, "version": step + 1, "reward": sum(scored) / len(scored) if scored else None,
         "kl": mean("kl"), "entropy": mean("entropy"), "logprob_gap_max": max(part["gap_max"] for part in parts),
         "logprob_gap_mean": mean("gap", "gap_tokens"), "response_len": sum(generated) / len(generated),
+        "prompt_len": sum(length - response for header in headers for length, response in header["lengths"]) / len(generated),
         "truncated": reasons.count("length") / len(reasons),
         "staleness_max": max(step - header["oldest"] for header in headers),
         "unscored": len(rewards) - len(scored), "filtered": len(filtered), "skipped": parts[0]["skipped"],
@@ -388,6 +418,7 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
         **{name: parts[0][name] for name in ("critic_grad_norm",) if name in parts[0]},
         **{name: sum(part[name] for part in parts) for name in ("value_loss",) if name in parts[0]},
         **{f"mem_{kind}_mb": size / 1e6 for kind, size in reports[0]["memory"].items()},
+        "mem_actor_peak_mb": max(account["peak_bytes"] for account in accounts) / 1e6,
         "tokens_generated": sum(generated) + replaced, "tokens_trained": tokens, "tokens_unscored": unscored,
         "tokens_filtered": sum(generated) + replaced - unscored - tokens,
         "tokens_truncated": sum(length for length, reason in zip(generated, reasons, strict=True) if reason == "length"),
@@ -396,7 +427,7 @@ def step_row(step: int, seconds: float, groups: tuple[list[dict], list[int]], re
         "decode_bytes_per_s": engines["decode_bytes"] / max(engines["decode_seconds"], 1e-9),
         "prefix_hits_per_s": engines["prefix_hits"] / seconds, "preemptions_per_s": engines["preemptions"] / seconds,
         "publish_mb": publish["bytes"] / 1e6, "publish_s": publish["total"],
-        "publish_exposed_s": max(account["account"].get("publish", 0.0) for account in accounts),
+        "publish_exposed_s": max(account.get("publish", 0.0) for account in actors or books),
         "publish_staging_mb": max(account["buffer_bytes"] for account in accounts) / 1e6,
         "publish_gb_s": publish["bytes"] / publish["total"] / 1e9,
         "publish_wire_gb_s": publish["bytes"] / max(publish["wire"] + publish.get("write", 0.0), 1e-9) / 1e9,

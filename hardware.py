@@ -47,9 +47,9 @@ ETHERNET = 12.5e9  # bytes/s of a node that has one 100 Gb card and no other wir
 
 
 def load_hardware(name: str) -> Hardware:
-    """A sheet by name, or a calibration file. Raises ConfigError."""
-    if name.lower() in SHEETS:
-        return SHEETS[name.lower()]
+    """A sheet by name (h100 for none), or a calibration file. Raises ConfigError."""
+    if name.lower() in SHEETS or not name:
+        return SHEETS[name.lower() or "h100"]
     file = Path(name)
     if not file.is_file():
         raise ConfigError(f"`plan.hardware` = {name!r}: neither one of {', '.join(SHEETS)} nor a file of `plan.py --calibrate`")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -35,13 +36,14 @@ class Start:
     encoder: Encoder
     device: torch.device
     checkpoint: Path | None = None  # to go on from
+    process_bytes: int = 0  # resident before any model
 
 
 def prepare(config: Config) -> Start:
     """Check the config against the world, the model folders and the machine; set this rank's threads. Raises ConfigError."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
-        actors = "" if config.offline else " + actor.replicas x actor.tp"
+        actors = " + actor.replicas x actor.tp" if config.placement == "split" and not config.offline else ""
         raise ConfigError(f"{world} ranks were started, but learner.replicas x learner.shards{actors} = {config.world_size}; "
                           f"run torchrun --nproc-per-node {config.world_size} train.py ...")
     shape = read_shape(config.model.path)
@@ -60,7 +62,10 @@ def prepare(config: Config) -> Start:
         raise ConfigError(f"`model.path` = {config.model.path!r}: tokenizer of {encoder.vocab} ids, model of {shape.vocab} rows")
     if rank == 0:
         check_folders(config, shape, encoder)
-    return Start(rank, shape, encoder, pick_device(config), resume_point(config))
+    device = pick_device(config)
+    if config.actor.release_memory and config.actor.cuda_graphs and device.type == "cuda":
+        raise ConfigError("`actor.release_memory` needs `actor.cuda_graphs` = false: graphs hold the addresses of the weights")
+    return Start(rank, shape, encoder, device, resume_point(config), psutil.Process().memory_info().rss)
 
 
 def check_folders(config: Config, shape: Shape, encoder: Encoder) -> None:

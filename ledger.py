@@ -28,6 +28,7 @@ from typing import TextIO
 # `evaluate` and `report` are rank 0's: waiting for an evaluation (decode and prefill on actors), and writing metrics.
 KINDS = ("decode", "prefill", "exchange", "wait_prompts", "wait_rollouts", "score", "forward", "backward", "optimizer", "publish",
          "checkpoint", "evaluate", "report")
+ROLES = ("learner", "actor", "colocated")  # whose mean seconds metrics.jsonl has as t_<role>_<kind>
 MERGE_GAP_S = 1e-3
 MFU_CONVENTION = "2 FLOP a weight and forward, the causal half of attention, the head on response tokens, nothing recomputed"
 FLOWS = 16  # groups of a step whose way is drawn: arrows for 512 of them would hide the picture
@@ -239,6 +240,10 @@ class RunFolder:
         """Add rows to a JSON-lines file of the run, with the kernel when this returns."""
         self._write(name, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
+    def read(self, name: str) -> list[dict]:
+        """All rows of a JSON-lines file of the run, those of earlier attempts among them."""
+        return [json.loads(line) for line in (self.path / name).read_text(encoding="utf-8").splitlines()]
+
     def _write(self, name: str, text: str) -> None:
         try:
             self._file(name).write(text)
@@ -294,12 +299,13 @@ def step_line(row: dict, steps: int, bounds: dict[str, float]) -> str:
         shown = sorted(parts.items(), key=lambda item: -item[1])
         return " ".join(f"{kind} {part:.0%}" for kind, part in shown if part >= 0.005)
 
+    shares = " | ".join(f"{role}: {share(role)}" for role in ROLES if f"t_{role}_wall" in row)
     parts = " ".join(f"{part} {row[f'publish_{part}_s'] * 1e3:.0f}" for part in ("cast", "wire", "write", "verify"))
+    link = f" {row['publish_wire_gb_s'] / bounds['link']:.0%} of link" if bounds["link"] else ""
     reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
     return (f"step {row['step'] + 1:>4}/{steps} | reward {reward} kl {row['kl']:.4f} "
             f"ent {row['entropy']:.3f} gap {row['logprob_gap_max']:.1e} len {row['response_len']:.1f} "
             f"stale {row['staleness_max']} | {row['step_s']:.2f} s {row['tokens_per_s']:.0f} tok/s "
             f"MFU {row['learner_flops_per_s'] / bounds['flops']:.1%} MBU {row['decode_bytes_per_s'] / bounds['bandwidth']:.1%} "
             f"publish {row['publish_mb']:.1f} MB {row['publish_s'] * 1e3:.0f} ms "
-            f"({parts}; actors stopped {row['publish_exposed_s'] * 1e3:.0f}) {row['publish_wire_gb_s']:.2f} GB/s "
-            f"{row['publish_wire_gb_s'] / bounds['link']:.0%} of link | learner: {share('learner')} | actor: {share('actor')}")
+            f"({parts}; actors stopped {row['publish_exposed_s'] * 1e3:.0f}) {row['publish_wire_gb_s']:.2f} GB/s{link} | {shares}")

@@ -4,8 +4,10 @@ A 70B on 40 learners keeps 7.1 GB of parameters, 7.1 of gradients and 14.1 of mo
 adds 2 x 8192 x 80 bytes = 1.3 MB a token in bf16; without it, some twenty times that.
 """
 
+import os
 import resource
 
+import psutil
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,6 +44,15 @@ def nbytes(tensors) -> int:
     """Bytes of this rank's parts of plain or sharded tensors."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+
+
+def machine_bytes(device: torch.device) -> int:
+    """Memory of the GPU, or of the host."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
 
 
 def peak_bytes(device: torch.device) -> int:

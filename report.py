@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import ConfigError
-from ledger import KINDS
+from ledger import KINDS, ROLES
 
 POINTS, SPANS, SAMPLE_CHARACTERS = 1500, 60_000, 8_000_000  # at most, on the page
 
@@ -85,8 +85,9 @@ def make_charts(metrics: list[dict], evaluations: list[dict]) -> list[dict]:
     def seconds(role: str) -> dict:
         found = {key.removeprefix(f"t_{role}_") for row in metrics for key in row if key.startswith(f"t_{role}_")}
         kinds = [*KINDS, *sorted(kind for kind in found if kind not in (*KINDS, "other", "wall") and "beside" not in kind), "other"]
-        return chart(f"{role}s: seconds of a step", "s, mean of ranks", {kind: f"t_{role}_{kind}" for kind in kinds}, stack=True)
+        return chart(f"{role} ranks: seconds of a step", "s, mean", {kind: f"t_{role}_{kind}" for kind in kinds}, stack=True)
 
+    roles = [role for role in ("actor", "learner", "colocated") if any(f"t_{role}_wall" in row for row in metrics)]
     publication = ("wait", "cast", "wire", "write", "verify")
     return [
         chart("reward", "mean", {"samples of the step": "reward"}, "reward"),
@@ -98,7 +99,7 @@ def make_charts(metrics: list[dict], evaluations: list[dict]) -> list[dict]:
         chart("response tokens of a step", "tokens", {name: f"tokens_{name}" for name in ("trained", "filtered", "unscored")},
               stack=True),
         chart("staleness", "versions", {"max": "staleness_max"}), chart("gradient norm", "", {"norm": "grad_norm"}),
-        chart("throughput", "response tokens/s", {"tokens/s": "tokens_per_s"}), seconds("actor"), seconds("learner"),
+        chart("throughput", "response tokens/s", {"tokens/s": "tokens_per_s"}), *map(seconds, roles),
         chart("publication", "s, parts overlap", {"total": "publish_s"} | {part: f"publish_{part}_s" for part in publication}),
         chart("publication rate", "GB/s", {"in all": "publish_gb_s", "wire + write": "publish_wire_gb_s"})]
 
@@ -176,6 +177,8 @@ def make_facts(metrics: list[dict], evaluations: list[dict]) -> dict[str, str]:
         wall = sum(row.get(f"t_{role}_wall", 0.0) for row in metrics)
         return f"{sum(row.get(f't_{role}_{kind}', 0.0) for row in metrics) / wall:.1%}" if wall else "–"
 
+    roles = [role for role in ROLES if any(f"t_{role}_wall" in row for row in metrics)]
+    one = roles[0] if len(roles) == 1 else ""  # colocated, or a trainer without actors
     rewards = [row["reward"] for row in metrics if row["reward"] is not None]
     greedy = [row["reward"] for row in evaluations if row["reward"] is not None]
     seconds = sum(row["step_s"] for row in metrics)
@@ -185,8 +188,9 @@ def make_facts(metrics: list[dict], evaluations: list[dict]) -> dict[str, str]:
         "held out": f"{greedy[0]:.3f} → {greedy[-1]:.3f}" if greedy else "–",
         "response tokens/s": f"{sum(row['tokens_per_s'] * row['step_s'] for row in metrics) / seconds:,.0f}" if seconds else "–",
         "largest logprob gap": f"{max((row['logprob_gap_max'] for row in metrics), default=0.0):.1e}",
-        "actors wait for prompts": share("actor", "wait_prompts"), "learners wait for rollouts": share("learner", "wait_rollouts"),
-        "other, of actors and learners": f"{share('actor', 'other')}, {share('learner', 'other')}"}
+        "actors wait for prompts": share(one or "actor", "wait_prompts"),
+        "learners wait for rollouts": share(one or "learner", "wait_rollouts"),
+        **{f"other, {role} ranks": share(role, "other") for role in roles}}
 
 
 def make_page(run: Path, steps: tuple[int, int] | None = None) -> str:

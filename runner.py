@@ -294,16 +294,42 @@ class Runner:
         self.model = model.to(dtype).to_empty(device=device).requires_grad_(False)
         self.model.tie()
         self.weight_bytes = self._bytes_read()
-        self.blocks = pool_blocks(config, shape, device)
-        check_pool(self.blocks * config.actor.block_size, config)
-        size = (shape.layers, 2, self.blocks * config.actor.block_size, max(1, shape.kv_heads // lane.size), shape.head_dim)
-        self.cache = torch.zeros(size, dtype=dtype, device=device) if device.type == "cuda" else zeros_on_demand(size, dtype)
+        self._size_pool()
         self.buffers = StepBuffers(config, device)
         self.buckets = batch_buckets(config.actor.max_num_seqs) if device.type == "cuda" and config.actor.cuda_graphs else []
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.released: dict[torch.nn.Parameter, torch.Size] = {}
         if device.type == "cuda":
             self.logits_RV = torch.empty(config.actor.max_num_seqs, shape.vocab, device=device)  # written by every graph
             self.drawn = torch.empty(2 * config.actor.max_num_seqs, pin_memory=True)
+
+    def _size_pool(self) -> None:
+        """Take the share of free memory for keys and values. Raises ConfigError."""
+        self.blocks = pool_blocks(self.config, self.shape, self.device)
+        check_pool(self.blocks * self.config.actor.block_size, self.config)
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> Tensor:
+        size = (self.shape.layers, 2, self.blocks * self.config.actor.block_size, max(1, self.shape.kv_heads // self.lane.size),
+                self.shape.head_dim)
+        dtype = getattr(torch, self.config.model.dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device) if self.device.type == "cuda" else zeros_on_demand(size, dtype)
+
+    def release(self) -> None:
+        """Give back the memory of weights, of what is derived from them, and of the pool, whose content is lost."""
+        self.cache = None
+        for parameter in self.model.parameters():
+            self.released[parameter] = parameter.shape
+            parameter.data = parameter.new_empty(0)
+        for module in self.model.modules():
+            if isinstance(module, EngineLinear):
+                module.derived = ()
+
+    def restore(self) -> None:
+        """Take that memory again, with nothing in it. Elsewhere than before, which CUDA graphs could not follow."""
+        for parameter, size in self.released.items():
+            parameter.data = parameter.new_empty(size)
+        self.cache, self.released = self._new_cache() if self.cache is None else self.cache, {}
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors by name, a tied head once; where parameters land in them is `layout`."""
@@ -318,8 +344,14 @@ class Runner:
                            if isinstance(module, EngineLinear) and module.backend == "fp8")
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
-        """Join the other lanes, agree with them on the smallest pool, and capture the decode graphs."""
+        """Join the other lanes, agree with them on the smallest pool, and capture the decode graphs.
+
+        Colocated, the learner has been built since, and the pool shares what is free beside it.
+        """
         self.lane.group = group
+        if self.config.placement == "colocated":
+            self.cache = None
+            self._size_pool()
         if self.lane.size > 1:
             smallest = torch.tensor(self.blocks)
             dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)

@@ -82,6 +82,7 @@ def check(config: Config) -> None:
     if config.exact and config.threads > 2:
         problems.append(f"`exact` with `threads` = {config.threads}: torch's SiLU rounds differently at the seams between three "
                         "and more; set 1 or 2")
+    problems += check_placement(config)
     needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if 0 < config.actor.max_model_len < needed:
         problems.append(f"`actor.max_model_len` = {config.actor.max_model_len} is below data.max_prompt_tokens + "
@@ -111,6 +112,28 @@ def check(config: Config) -> None:
         problems.append(f"`exact` needs `model.dtype` = float32, not {config.model.dtype}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_placement(config: Config) -> list[str]:
+    """What is wrong with where actors and learners are to run."""
+    problems, learners = [], config.learner.replicas * config.learner.shards
+    if config.placement == "split":
+        return ["`actor.release_memory` has no effect with `placement` = split: engines have their ranks to themselves; remove it"
+                ] if config.actor.release_memory else []
+    if config.offline:
+        return [f"`placement` = {config.placement} has no effect on {config.algorithm.loss}, which has no actors; remove it"]
+    if config.placement == "auto":
+        return []  # checked again once it is known
+    if config.actor_ranks != learners:
+        problems.append(f"`placement` = colocated: actor.replicas x actor.tp = {config.actor_ranks} must be learner.replicas x "
+                        f"learner.shards = {learners}, as every rank is both")
+    if config.max_staleness:
+        problems.append(f"`max_staleness` = {config.max_staleness} with `placement` = colocated: ranks generate and learn in turn, "
+                        "so that no sample is ever older than the weights; set 0, or placement=split")
+    if config.publish.mode != "in_place":
+        problems.append(f"`publish.mode` = {config.publish.mode} with `placement` = colocated: no engine decodes while its learner "
+                        "publishes; set in_place")
+    return problems
 
 
 def check_algorithm(config: Config) -> list[str]:

@@ -31,9 +31,9 @@ from itertools import count
 from config import ConfigError
 from costs import Workload
 from fleet import MODES, MTBF_H, Account, Engine, Scenario, best_interval, goodput, scaled, trace
-from plan import case_of
 from scheduler import ReleaseGate, Request
 from settings import parse
+from sheet import case_of
 
 
 class Run:

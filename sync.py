@@ -1,7 +1,7 @@
 """Ranks, groups, and the publication of weights from learners to actors.
 
-Learners are ranks 0...L-1 (replicas x shards), actors the ranks after them (replicas x tp). Process groups carry weights and
-gradients only; everything else goes through the store (channel.py).
+Learners are ranks 0...L-1 (replicas x shards), actors the ranks after them (replicas x tp), or colocated the same ranks. Process
+groups carry weights and gradients only; everything else goes through the store (channel.py).
 
 A publication, after every optimizer step and once at the start (actors never read policy weights from disk):
 
@@ -12,6 +12,8 @@ That is `in_place`: actors stand still from acknowledgement to proof, and hold t
 at once and decodes on while its slice arrives in buffers of its own; it stands still only from the step boundary at which all is
 there, to copy (of a 70B on 8 H200, 17.6 GB each: 8 ms) and to prove. The price is one more copy of the slice. Live tensors are
 written in either mode, never replaced: CUDA graphs hold their addresses.
+
+Colocated, every rank comes to the publication by itself, and the same broadcasts have roots that also receive.
 
 The model is never gathered on the learner's side. What lands where is transfer.py's plan.
 """
@@ -45,10 +47,12 @@ class Grid:
     shards: int
     actors: int
     tp: int
+    colocated: bool = False
 
     @classmethod
     def of(cls, config: Config) -> "Grid":
-        return cls(config.learner.replicas, config.learner.shards, 0 if config.offline else config.actor.replicas, config.actor.tp)
+        return cls(config.learner.replicas, config.learner.shards, 0 if config.offline else config.actor.replicas, config.actor.tp,
+                   config.placement == "colocated")
 
     @property
     def learners(self) -> int:
@@ -56,7 +60,19 @@ class Grid:
 
     @property
     def actor_ranks(self) -> range:
-        return range(self.learners, self.learners + self.actors * self.tp)
+        first = 0 if self.colocated else self.learners
+        return range(first, first + self.actors * self.tp)
+
+    @property
+    def world(self) -> int:
+        return max(self.learners, self.actor_ranks.stop)
+
+    def role(self, rank: int) -> str:
+        return "colocated" if self.colocated else "learner" if rank < self.learners else "actor"
+
+    def lane(self, rank: int) -> int:
+        """An actor's place in its engine."""
+        return (rank - self.actor_ranks.start) % self.tp
 
     @property
     def leaders(self) -> list[int]:
@@ -67,7 +83,7 @@ class Grid:
         return replica * self.shards + shard
 
     def lane_ranks(self, lane: int) -> list[int]:
-        return [self.learners + replica * self.tp + lane for replica in range(self.actors)]
+        return list(self.actor_ranks)[lane::self.tp]
 
 
 @dataclass(frozen=True)
@@ -86,19 +102,20 @@ def make_groups(grid: Grid, plan: TransferPlan | None, device: str, timeout_s: f
     ranks = torch.arange(grid.learners).view(grid.replicas, grid.shards)
     shard_groups = [dist.new_group(row.tolist(), timeout=limit) for row in ranks]
     replicate_groups = [dist.new_group(column.tolist(), timeout=limit) for column in ranks.T] if grid.replicas > 1 else []
-    streams = tuple(dist.new_group(sorted([grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)]),
+    streams = tuple(dist.new_group(sorted({grid.learner_rank(stream.replica, stream.root), *grid.lane_ranks(stream.lane)}),
                                    timeout=limit) for stream in (plan.streams if plan else ()))
     engines = [dist.new_group(list(range(leader, leader + grid.tp)), timeout=limit) for leader in grid.leaders if grid.tp > 1]
+    lanes = next((group for group in engines if dist.get_rank(group) >= 0), None)
     checkpoint = dist.new_group(list(range(grid.learners)), timeout=limit, backend="gloo")
     replica, shard = divmod(dist.get_rank(), grid.shards)
     if replica >= grid.replicas:
-        return Groups(None, None, streams, engines[(dist.get_rank() - grid.learners) // grid.tp] if engines else None)
+        return Groups(None, None, streams, lanes)
     if grid.replicas == 1:
         mesh = DeviceMesh.from_group(shard_groups[0], device, mesh_dim_names=("shard",))
     else:
         mesh = DeviceMesh.from_group([replicate_groups[shard], shard_groups[replica]], device, mesh=ranks,
                                      mesh_dim_names=("replicate", "shard"))
-    return Groups(mesh, shard_groups[replica], streams, None, checkpoint)
+    return Groups(mesh, shard_groups[replica], streams, lanes, checkpoint)
 
 
 def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tuple[Layout, Shapes] | None) -> TransferPlan:
@@ -110,10 +127,10 @@ def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tupl
     grid, rank, dtype = Grid.of(config), dist.get_rank(), config.model.dtype
     if rank == 0:
         channel.put("plan/table", json.dumps([dtype, sorted(shapes.items())]).encode())
-    if rank in grid.actor_ranks and rank - grid.learners < grid.tp:
+    if rank in grid.actor_ranks[:grid.tp]:
         plain = {name: [[at.row0, at.row1, at.col0, at.col1, at.tensor, at.to_row, at.to_col] for at in places]
                  for name, places in layout[0].items()}
-        channel.put(f"plan/layout/{rank - grid.learners}", json.dumps([plain, layout[1]]).encode())
+        channel.put(f"plan/layout/{grid.lane(rank)}", json.dumps([plain, layout[1]]).encode())
     their_dtype, table = json.loads(channel.fetch("plan/table", "the learner's parameter table"))
     theirs = {name: tuple(shape) for name, shape in table}
     different = next((name for name in sorted(theirs.keys() | shapes.keys()) if theirs.get(name) != shapes.get(name)), None)
@@ -132,8 +149,7 @@ def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tupl
         plan = make_plan(theirs, layouts, targets, (grid.replicas, grid.shards), limits)
         verdict = "plan " + plan.fingerprint()
     channel.put(f"plan/verdict/{rank}", verdict.encode())
-    everyone = range(grid.learners + grid.actors * grid.tp)
-    verdicts = [channel.fetch(f"plan/verdict/{other}", f"rank {other} to build its plan").decode() for other in everyone]
+    verdicts = [channel.fetch(f"plan/verdict/{other}", f"rank {other} to build its plan").decode() for other in range(grid.world)]
     if len(set(verdicts)) > 1 or not verdicts[0].startswith("plan "):
         bad = next((text for text in verdicts if not text.startswith("plan ")), "ranks computed different transfer plans")
         raise PublicationError(f"learner and actors do not fit together: {bad}")
@@ -141,19 +157,21 @@ def agree_on_plan(channel: Channel, config: Config, shapes: Shapes, layout: tupl
 
 
 class Publisher:
-    """One rank's side of every publication: `send` on learners, `arrived` and `receive` on actors."""
+    """One rank's side of every publication: `send` on learners, `arrived` and `receive` on actors, `exchange` where it is both."""
 
     def __init__(self, channel: Channel, plan: TransferPlan, groups: Groups, config: Config, device: torch.device):
         self.channel, self.plan, self.groups = channel, plan, groups
         self.grid, self.verify = Grid.of(config), config.publish.verify
         self.rank, self.device, self.dtype = dist.get_rank(), device, getattr(torch, config.model.dtype)
         self.names = sorted(plan.shapes)
+        self.lane = self.grid.lane(self.rank) if self.rank in self.grid.actor_ranks else -1
         self.digest = Digest(device)
         self.bytes = sum(rows * columns for rows, columns in map(matrix_shape, plan.shapes.values())) * self.dtype.itemsize
         self.serial = device.type == "cuda"  # two communicators in flight on one GPU can deadlock
         self.staged = config.publish.mode == "staged"
         draining = config.actor.update_mode == "drain"  # what runs then ends within the generation limit, or the run does
         self.patience = channel.timeout_s + draining * config.rollout.generation_timeout_s
+        self.streams = [number for number, group in enumerate(groups.streams) if dist.get_rank(group) >= 0]  # that this rank is in
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._acknowledged = -1  # version; this and what follows: staged
         self._to_come: deque[tuple[int, int, tuple[Piece, ...]]] = deque()  # (stream, turn, bucket)
@@ -177,8 +195,7 @@ class Publisher:
         self._wait_for_actors(version)
         if self.rank == 0 and version:
             self.channel.store.delete_key(f"ack/{version - 1}")  # everyone is past it: actors acknowledged, learners trained since
-        seconds = {"wait": self._clock() - start, "cast": 0.0, "wire": 0.0}
-        self._transfer_out({name: matrix(shard) for name, shard in shards.items()}, seconds)
+        seconds = {"wait": self._clock() - start} | self._transfer(shards, {})
         if self.verify:
             before = self._clock()
             self._report_shards(version, shards)
@@ -187,28 +204,13 @@ class Publisher:
             seconds["verify"] = self._clock() - before
         return seconds | {"total": self._clock() - start, "bytes": self.bytes}
 
-    def _transfer_out(self, shards: dict[str, Tensor], seconds: dict[str, float]) -> None:
-        replica, me = divmod(self.rank, self.grid.shards)
-        mine = [(number, stream) for number, stream in enumerate(self.plan.streams) if stream.replica == replica]
-        flying: list = []
-        for turn in range(self.plan.rounds):
-            before = self._clock()
-            buckets = {number: stream.buckets[turn] for number, stream in mine if turn < len(stream.buckets)}
-            filled = self._fill(turn, buckets, shards, me)
-            seconds["cast"] += self._clock() - before
-            before = self._clock()
-            landed, flying = flying, [self._broadcast(number, buffer) for number, buffer in filled.items()]
-            self._wait(landed)
-            seconds["wire"] += self._clock() - before
-        before = self._clock()
-        self._wait(flying)
-        seconds["wire"] += self._clock() - before
-
-    def _fill(self, turn: int, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor], me: int) -> dict[int, Tensor]:
+    def _fill(self, turn: int, buckets: dict[int, tuple[Piece, ...]], shards: dict[str, Tensor]) -> dict[int, Tensor]:
         """The buckets of this turn whose root this rank is, cast and flattened; owners hand their parts to the roots first."""
+        replica, me = divmod(self.rank, self.grid.shards)
+        buckets = {number: bucket for number, bucket in buckets.items() if self.plan.streams[number].replica == replica}
         roots = {number: self.plan.streams[number].root for number in buckets}
         if not self.plan.hands_off:
-            return {number: self._cast(bucket, shards, me, self._buffer(number, turn % 2, bucket))
+            return {number: self._cast(bucket, shards, self._buffer(number, turn % 2, bucket))
                     for number, bucket in buckets.items() if roots[number] == me}
 
         def owned(source: int, root: int) -> list[Piece]:
@@ -220,18 +222,18 @@ class Publisher:
         incoming = [owned(source, me) for source in everyone]
         ours = [piece for pieces in outgoing for piece in pieces]
         arrived = [piece for pieces in incoming for piece in pieces]
-        sent, received = self._cast(ours, shards, me, self._buffer(-1, 0, ours)), self._buffer(-1, 1, arrived)
+        sent, received = self._cast(ours, shards, self._buffer(-1, 0, ours)), self._buffer(-1, 1, arrived)
         sizes = [[sum(piece.numel for piece in pieces) for pieces in side] for side in (incoming, outgoing)]
         dist.all_to_all_single(received, sent, *sizes, group=self.groups.shard_group)
         parts = dict(zip(arrived, received.split([piece.numel for piece in arrived]), strict=True))
         return {number: torch.cat([parts[piece] for piece in bucket], out=self._buffer(number, turn % 2, bucket))
                 for number, bucket in buckets.items() if roots[number] == me}
 
-    def _cast(self, pieces: tuple[Piece, ...] | list[Piece], shards: dict[str, Tensor], me: int, buffer: Tensor) -> Tensor:
+    def _cast(self, pieces: tuple[Piece, ...] | list[Piece], shards: dict[str, Tensor], buffer: Tensor) -> Tensor:
         done = 0
         for piece in pieces:
             at = piece.landing
-            first, _ = shard_rows(self.plan.shapes[piece.name][0], self.grid.shards, me)
+            first, _ = shard_rows(self.plan.shapes[piece.name][0], self.grid.shards, self.rank % self.grid.shards)
             source = shards[piece.name][at.row0 - first:at.row1 - first, at.col0:at.col1]
             buffer[done:done + piece.numel].view(source.shape).copy_(source)
             done += piece.numel
@@ -244,7 +246,7 @@ class Publisher:
             rows, columns = matrix_shape(self.plan.shapes[name])
             cast = matrix(shards[name]).to(self.dtype)
             digests.append(self.digest(cast, shard_rows(rows, self.grid.shards, me)[0], 0, columns))
-        self.channel.push(f"digest/{version}", {"rank": self.rank, "digests": torch.stack(digests).tolist()})
+        self.channel.push(f"digest/{version}", {"rank": self.rank, "side": "shard", "digests": torch.stack(digests).tolist()})
 
     def _compare(self, version: int, seconds: dict[str, float]) -> None:
         """Learner rank 0: hold every actor's live digests against the learner's, and tell the actors the verdict."""
@@ -252,21 +254,22 @@ class Publisher:
         reports = {}
         for _ in range(world):
             report = self.channel.wait(f"digest/{version}", "digests of the published weights", self.patience)
-            reports[report["rank"]] = report
+            reports[report["side"], report["rank"]] = report
         for part in ("wire", "write"):  # the slowest actor's: a sender is done when its socket has taken the bytes
-            seconds[part] = max(reports[rank][part] for rank in self.grid.actor_ranks)
+            seconds[part] = max(reports["live", rank][part] for rank in self.grid.actor_ranks)
 
-        def summed(ranks: list[int], index: int) -> int:
-            return sum(reports[rank]["digests"][index] for rank in ranks) % (1 << 64)
+        def summed(holders: list[tuple[str, int]], index: int) -> int:
+            return sum(reports[holder]["digests"][index] for holder in holders) % (1 << 64)
 
         problems = []
         for index, name in enumerate(self.names):
-            copies = [[self.grid.learner_rank(replica, shard) for shard in range(self.grid.shards)]
+            copies = [[("shard", self.grid.learner_rank(replica, shard)) for shard in range(self.grid.shards)]
                       for replica in range(self.grid.replicas)]
-            copies += [[leader + lane for lane in lanes] for leader in self.grid.leaders for lanes in self.plan.copies(name)]
+            copies += [[("live", leader + lane) for lane in lanes] for leader in self.grid.leaders
+                       for lanes in self.plan.copies(name)]
             wanted = summed(copies[0], index)
-            wrong = [ranks for ranks in copies if summed(ranks, index) != wanted]
-            problems += [f"{name} differs on rank {'+'.join(map(str, ranks))}" for ranks in wrong]
+            wrong = [holders for holders in copies if summed(holders, index) != wanted]
+            problems += [f"{name} differs on rank {'+'.join(str(rank) for _, rank in holders)}" for holders in wrong]
         verdict = "; ".join(problems[:4])
         self.channel.put(f"verdict/{version}", verdict.encode())
         if self.channel.store.check([f"verdict/{version - 1}"]):
@@ -315,59 +318,84 @@ class Publisher:
         if not self.staged:
             self.channel.count(f"ack/{version}", 1)
             self._wait_for_actors(version)
-        seconds = self._transfer_in(tensors)
+        seconds = self._write_staged(tensors) if self.staged else self._transfer({}, tensors)
         if self.verify:
             self._report_live(version, tensors, seconds)
-            verdict = self.channel.fetch(f"verdict/{version}", "the verdict on the published weights", self.patience).decode()
-            if verdict:
-                raise PublicationError(f"publication of version {version} is not what was sent: {verdict}")
+            self._hear_verdict(version)
+
+    def _hear_verdict(self, version: int) -> None:
+        verdict = self.channel.fetch(f"verdict/{version}", "the verdict on the published weights", self.patience).decode()
+        if verdict:
+            raise PublicationError(f"publication of version {version} is not what was sent: {verdict}")
 
     def _incoming(self) -> list[tuple[int, int, tuple[Piece, ...]]]:
         """(stream, turn, bucket) of all that this actor's lane gets, in the order of its sending."""
-        lane = (self.rank - self.grid.learners) % self.grid.tp
         return [(number, turn, stream.buckets[turn]) for turn in range(self.plan.rounds)
-                for number, stream in enumerate(self.plan.streams) if stream.lane == lane and turn < len(stream.buckets)]
+                for number, stream in enumerate(self.plan.streams) if stream.lane == self.lane and turn < len(stream.buckets)]
 
-    def _transfer_in(self, tensors: dict[str, Tensor]) -> dict[str, float]:
-        """Write all buckets of this actor's lane, received now or staged; returns the seconds waiting for the wire and writing."""
-        live = {name: matrix(tensor) for name, tensor in tensors.items()}
-        flying: deque[tuple[int, tuple[Piece, ...], Tensor, dist.Work]] = deque()
-        seconds = {"wire": self._wire_s, "write": 0.0}
-
-        def land(turn: int, bucket: tuple[Piece, ...], buffer: Tensor, work: dist.Work | None) -> None:
-            before = self._clock()
-            if work:
-                work.wait()
-            arrived = self._clock()
-            _write(bucket, buffer, live)
-            seconds["wire"] += arrived - before
-            seconds["write"] += self._clock() - arrived
-
+    def _write_staged(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        """Write all staged buckets; returns the seconds that they were on the wire, beside decoding, and writing."""
+        before, live = self._clock(), {name: matrix(tensor) for name, tensor in tensors.items()}
         for number, turn, bucket in self._incoming():
-            if self.staged:
-                land(turn, bucket, self._buffer(number, turn, bucket), None)
-                continue
-            while flying and flying[0][0] < turn - 1:
-                land(*flying.popleft())
-            flying.append((turn, bucket, *self._broadcast(number, self._buffer(number, turn % 2, bucket))))
-        for landed in flying:
-            land(*landed)
-        return seconds
+            _write(bucket, self._buffer(number, turn, bucket), live)
+        return {"wire": self._wire_s, "write": self._clock() - before}
 
     def _report_live(self, version: int, tensors: dict[str, Tensor], seconds: dict[str, float]) -> None:
-        lane = (self.rank - self.grid.learners) % self.grid.tp
         digests = []
         for name in self.names:
             columns = matrix_shape(self.plan.shapes[name])[1]
             total = torch.zeros((), dtype=torch.int64, device=self.device)
-            for at in self.plan.layouts[lane][name]:
+            for at in self.plan.layouts[self.lane][name]:
                 live = matrix(tensors[at.tensor])
                 held = live[at.to_row:at.to_row + at.row1 - at.row0, at.to_col:at.to_col + at.col1 - at.col0]
                 total += self.digest(held, at.row0, at.col0, columns)
             digests.append(total)
-        self.channel.push(f"digest/{version}", {"rank": self.rank, "digests": torch.stack(digests).tolist(), **seconds})
+        self.channel.push(f"digest/{version}", {"rank": self.rank, "side": "live", "digests": torch.stack(digests).tolist(),
+                                                **seconds})
 
     # -- both ---------------------------------------------------------------------------------------------------------
+
+    def exchange(self, version: int, shards: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, float]:
+        """Colocated, on every rank at the same point of the loop: `send` and `receive` in one, with the same proof and result."""
+        start = self._clock()
+        seconds = {"wait": 0.0} | self._transfer(shards, tensors)
+        if self.verify:
+            before = self._clock()
+            self._report_shards(version, shards)
+            self._report_live(version, tensors, seconds)
+            if self.rank == 0:
+                self._compare(version, seconds)
+            self._hear_verdict(version)
+            seconds["verify"] = self._clock() - before
+        return seconds | {"total": self._clock() - start, "bytes": self.bytes}
+
+    def _transfer(self, shards: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, float]:
+        """All buckets of the streams that this rank is in, two turns in flight: a learner's `shards` out, an actor's `tensors` in.
+
+        Returns the seconds casting (a hand-over to the roots included), waiting for the wire, and writing.
+        """
+        mine, live = ({name: matrix(tensor) for name, tensor in side.items()} for side in (shards, tensors))
+        seconds, flying = {"cast": 0.0, "wire": 0.0, "write": 0.0}, []
+        for turn in range(self.plan.rounds + 1):
+            before = self._clock()
+            buckets = {number: stream.buckets[turn] for number, stream in enumerate(self.plan.streams)
+                       if turn < len(stream.buckets)}
+            filled = self._fill(turn, buckets, mine) if shards else {}
+            seconds["cast"] += self._clock() - before
+            landed, flying = flying, []
+            for number, bucket in buckets.items():
+                if number in self.streams:
+                    buffer = filled[number] if number in filled else self._buffer(number, turn % 2, bucket)
+                    flying.append((number, bucket, *self._broadcast(number, buffer)))
+            for number, bucket, buffer, work in landed:
+                before = self._clock()
+                work.wait()
+                arrived = self._clock()
+                if tensors and self.plan.streams[number].lane == self.lane:
+                    _write(bucket, buffer, live)
+                seconds["wire"] += arrived - before
+                seconds["write"] += self._clock() - arrived
+        return seconds
 
     def _wait_for_actors(self, version: int) -> None:
         """No rank enters a collective before every actor has come to its boundary."""
@@ -400,10 +428,6 @@ class Publisher:
             work.wait()
         return buffer, work
 
-    def _wait(self, flying: list[tuple[Tensor, dist.Work]]) -> None:
-        for _, work in flying:
-            work.wait()
-
     def _clock(self) -> float:
         """Seconds, once the device has caught up: on a GPU work.wait() only orders streams."""
         if self.serial:
@@ -414,17 +438,21 @@ class Publisher:
         """GB/s at which the streams carry plain buffers with nothing else going on: the bound of `publish_wire_gb_s`.
 
         Every rank takes part; the streams of a lane share a model's bytes (at most 64 MB) twice over, two buffers in flight as
-        in a publication. Four times; the fastest counts, as the first touches fresh memory and opens connections.
+        in a publication. Four times; the fastest counts, as the first touches fresh memory and opens connections. A rank that is
+        alone has no link: 0.
         """
+        if self.grid.world == 1:
+            return 0.0
         probe = min(self.bytes, LINK_PROBE_BYTES)
         share = -(-probe // sum(stream.lane == 0 for stream in self.plan.streams))
-        mine = [number for number, group in enumerate(self.groups.streams) if dist.get_rank(group) >= 0] * 2
+        mine = self.streams * 2
         buffers = [torch.zeros(share, dtype=torch.uint8, device=self.device) for _ in mine]
         best = 0.0
         for _ in range(4):
             dist.barrier()
             start = self._clock()
-            self._wait([self._broadcast(number, buffer) for number, buffer in zip(mine, buffers, strict=True)])
+            for _, work in [self._broadcast(number, buffer) for number, buffer in zip(mine, buffers, strict=True)]:
+                work.wait()
             dist.barrier()  # until the last receiver has it
             best = max(best, 2 * probe / (self._clock() - start) / 1e9)
         return best

@@ -59,7 +59,7 @@ class Watch:
     """`with Watch(config, ledger):` around everything that needs the other ranks. All ranks enter, after init_process_group."""
 
     def __init__(self, config: Config, ledger: Ledger):
-        self.rank, self.learners, self.ledger = dist.get_rank(), Grid.of(config).learners, ledger
+        self.rank, self.grid, self.ledger = dist.get_rank(), Grid.of(config), ledger
         self.limit_s, self.peers = config.collective_timeout_s, {}
         self._local = int(os.environ.get("LOCAL_RANK", self.rank))
         self._near = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))  # ranks on rank 0's host
@@ -116,7 +116,7 @@ class Watch:
     def name(self, peer: Peer | None = None) -> str:
         """`rank 2 (actor, decode)`; this rank without a peer."""
         rank, phase = (peer.rank, peer.phase) if peer else (self.rank, self.ledger.phase)
-        return f"rank {rank} ({'learner' if rank < self.learners else 'actor'}, {phase})"
+        return f"rank {rank} ({self.grid.role(rank)}, {phase})"
 
     def end(self, status: int, line: str = "", linger_s: float = 0.0) -> None:
         """End this process, whatever its main thread is doing, with the job's one line if it is this rank's to say."""

@@ -33,15 +33,15 @@ def plot(run: Path, out: Path) -> None:
     gap.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     shares = {role: {key.removeprefix(f"t_{role}_") for row in metrics for key in row
                      if key.startswith(f"t_{role}_") and "beside" not in key and not key.endswith("_wall")}
-              for role in ("learner", "actor")}
-    kinds = sorted(shares["learner"] | shares["actor"])
+              for role in ("learner", "actor", "colocated") if f"t_{role}_wall" in metrics[0]}
+    kinds = sorted(set().union(*shares.values()))
     for number, role in enumerate(shares):
         left = 0.0
         for index, kind in enumerate(kinds):
             mean = sum(row.get(f"t_{role}_{kind}", 0.0) for row in metrics) / max(1, len(metrics))
             seconds.barh(number, mean, left=left, color=plt.get_cmap("tab20")(index), label=kind if number == 0 else None)
             left += mean
-    seconds.set(title="seconds a step, mean", yticks=[0, 1], yticklabels=list(shares))
+    seconds.set(title="seconds a step, mean", yticks=range(len(shares)), yticklabels=list(shares))
     seconds.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.savefig(out, dpi=110)
 

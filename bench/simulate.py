@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet import Scenario, scaled, trace
 from hardware import Hardware
-from plan import case_of
 from settings import parse
+from sheet import case_of
 from simulate import Run
 
 ROOT = Path(__file__).resolve().parents[1]

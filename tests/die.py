@@ -55,7 +55,7 @@ def at(place: str, count: int, number: int) -> None:
         setattr(owner, name, wrapped)
 
     if place == "idle":  # once the first version is live
-        waits, live = ("run_actor", "collect", "wait_until"), []
+        waits, live = ("turn", "collect", "wait_until"), []
         for name in ("send", "receive"):
             wrap(Publisher, name, when=lambda _, version, *__: live.append(version))
         wrap(time, "sleep", when=lambda *_: live and sys._getframe(2).f_code.co_name in waits)

@@ -8,19 +8,17 @@ import torch
 import train
 from sync import Publisher
 
-inner, received = Publisher._transfer_in, []
+inner = Publisher._report_live
 
 
-def flipped(self, tensors):
-    seconds = inner(self, tensors)
-    received.append(seconds)
-    if len(received) == 3:
+def flipped(self, version, tensors, seconds):
+    if version == 2:
         tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
-    return seconds
+    inner(self, version, tensors, seconds)
 
 
 if __name__ == "__main__":
-    Publisher._transfer_in = flipped
+    Publisher._report_live = flipped
     status = train.main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(status)

@@ -72,7 +72,7 @@ def directed(config: Config, rewards, found=None) -> Director:
     director.channel, director.prompts = Script(config, rewards, found), Rows()
     director.gate = ReleaseGate(config.rollout.prompts_per_step, config.max_staleness, config.steps)
     director.next_group, director.headers, director.rows, director.filtered = 0, {}, {}, defaultdict(list)
-    director.ledger, director.signalled = Ledger(False), False
+    director.ledger, director.signalled, director.worker = Ledger(False), False, None
     director.out = Counter(dict.fromkeys(director.grid.leaders, 0))
     director.note = lambda text: None
     return director

@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # lowest first; an import goes to a lower floor
     {"config", "settings", "ledger", "shape", "balance", "memory", "scheduler", "losses", "grade", "sandbox", "transfer",
-     "resume", "channel", "kernels", "hardware", "costs", "fleet"},
+     "resume", "channel", "kernels", "hardware", "costs", "sheet", "fleet"},
     {"model", "sync", "checkpoint", "data", "reward", "parallel", "optimizer"},
     {"runner", "sharding", "packing", "watch"},
     {"guard"},
     {"actor", "learner", "launch"},
-    {"calibrate"},
+    {"calibrate", "rollout"},
     {"plan", "simulate", "report", "director"},
     {"preference"},
     {"train"},
@@ -25,8 +25,8 @@ FLOORS = [  # lowest first; an import goes to a lower floor
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 SIDEWAYS = {("ledger", "config"), ("settings", "config"), ("shape", "config"), ("costs", "shape"),
             ("costs", "hardware"), ("fleet", "costs"),
-            ("fleet", "hardware"), ("fleet", "scheduler"), ("fleet", "shape"), ("fleet", "balance"), ("simulate", "plan"),
-            ("report", "plan")}  # arrows within a floor
+            ("fleet", "hardware"), ("fleet", "scheduler"), ("fleet", "shape"), ("fleet", "balance"),
+            ("sheet", "costs"), ("sheet", "hardware"), ("sheet", "shape"), ("director", "plan")}  # arrows within a floor
 FOR_ALL = {"config", "settings", "ledger"}
 NOT_OURS_TO_IMPORT = {"tests", "bench", "configs", "conftest"}
 BROAD_EXCEPTS = {"reward.py": 1}  # a process boundary: whatever a user's reward function raises
@@ -196,7 +196,7 @@ def test_allowed_arrows_are_allowed():
     assert wrong_arrows(KERNELS | {
         "kernels/a.py": "from kernels import ROW_PAD\nfrom config import ConfigError\nimport torch.nn.functional as F",
         "train.py": "import actor, learner, plan, model, scheduler, kernels.a\nfrom kernels import b",
-        "reward.py": "from grade import verdict\nimport sandbox\nimport json", "simulate.py": "import plan, scheduler",
-        "report.py": "from plan import x", "shape.py": "from config import Config", "ledger.py": "import config",
+        "reward.py": "from grade import verdict\nimport sandbox\nimport json", "simulate.py": "import sheet, scheduler",
+        "director.py": "from plan import x", "shape.py": "from config import Config", "ledger.py": "import config",
         "model.py": "from shape import Shape\nimport ledger", "losses.py": "import ledger"}) == []
     assert broad_excepts({"reward.py": "try:\n    f()\nexcept Exception:\n    pass"}) == []

@@ -220,7 +220,8 @@ def test_the_token_ledger_adds_up():
     publish = {"bytes": 1, "total": 1.0, "wire": 1.0}
     reports = [{"train": train | {"tokens": tokens, "trained": tokens, "gap_tokens": tokens}, "publish": publish, "account": {},
                 "memory": {}} for tokens in (5, 4)]  # of 8, 4 were masked
-    actor = {"account": {}, "buffer_bytes": 0, "decode_bytes": 0, "decode_seconds": 0, "prefix_hits": 0, "preemptions": 0}
+    counted = ("buffer_bytes", "peak_bytes", "decode_bytes", "decode_seconds", "prefix_hits", "preemptions")
+    actor = {"account": {}} | dict.fromkeys(counted, 0)
     row = step_row(0, 1.0, (headers, [6, 5]), reports, [actor])  # and two groups were replaced
     assert {key: value for key, value in row.items() if key.startswith("tokens_")} == {
         "tokens_generated": 37, "tokens_trained": 9, "tokens_unscored": 13, "tokens_filtered": 15, "tokens_truncated": 15,

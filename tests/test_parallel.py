@@ -251,16 +251,15 @@ def serve(rank: int) -> dict:
     plan = agree_on_plan(channel, settings, parameter_shapes(shape), layout)
     groups = make_groups(grid, plan, "cpu", 60)
     publisher, result = Publisher(channel, plan, groups, settings, CPU), {"problems": []}
-    inner, version = publisher._transfer_in, 0
+    inner = publisher._report_live
 
-    def faulty(tensors):
-        seconds = inner(tensors)
+    def faulty(version, tensors, seconds):
         at, name, row, column = FAULTS.get(version, (-1, "", 0, 0))
         if at == lane.rank:
             matrix(tensors[name]).view(torch.int32)[row, column] ^= 1
-        return seconds
+        inner(version, tensors, seconds)
 
-    publisher._transfer_in = faulty
+    publisher._report_live = faulty
     for version in range(5):
         try:
             if rank == 0:

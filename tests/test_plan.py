@@ -25,6 +25,7 @@ from model import Transformer
 from runner import working_bytes
 from settings import build, parse
 from shape import shape_from_hf
+from sheet import case_of, predict
 
 YAML = "configs/llama3.1-70b-64xh100.yaml"
 SHAPES = {name: shape_from_hf(row[0]) for name, row in TABLE.items()}
@@ -34,8 +35,8 @@ TINY = shape_from_hf({"model_type": "llama", "num_hidden_layers": 3, "hidden_siz
 
 
 def predicted(*overrides: str) -> dict:
-    case = plan.case_of(parse([YAML, *overrides]))
-    return plan.predict(case.config, case.shape, case.hardware, case.work)
+    case = case_of(parse([YAML, *overrides]))
+    return predict(case.config, case.shape, case.hardware, case.work)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def seventy() -> dict:
 def test_params_and_bytes_of_published_models(name):
     """FACTS: counts exactly, whatever the family; a plan for the wrong model is worse than none."""
     config, shape = parse([YAML]), SHAPES[name]
-    found = plan.predict(config, shape, SHEETS["h200"], Workload.of(config))
+    found = predict(config, shape, SHEETS["h200"], Workload.of(config))
     assert (found["params"], found["matmul_params"], found["kv_bytes_per_token"]) == TABLE[name][1:]
     assert found["weight_bytes"] == 2 * TABLE[name][1] and found["checkpoint_bytes"] == 12 * TABLE[name][1]
 
@@ -244,6 +245,62 @@ def test_the_search_equals_trying_everything(name, gpus, mode, sheet):
         assert best[0] == pytest.approx(min(found.values())) == pytest.approx(found[best[1]])
 
 
+def test_the_colocated_search_equals_trying_everything():
+    """Every way in which all GPUs are both; gradients and activations share a GPU with the engine's weights."""
+    shape, machine, gpus = SHAPES["Llama-3.1-8B"], SHEETS["h200"], 16
+    settings = {"model": {"dtype": "bfloat16"}, "data": {"max_prompt_tokens": 512}, "plan": {"mean_response": 1024},
+                "rollout": {"prompts_per_step": 64, "max_new_tokens": 4096}, "placement": "colocated"}
+    found = {}
+    for tp, shards in itertools.product((1, 2, 4, 8), (8, 16)):
+        there = build(settings | {"actor": {"replicas": gpus // tp, "tp": tp}, "learner": {
+            "replicas": gpus // shards, "shards": shards, "activation_checkpointing": "full"}})
+        if sum(costs.colocated_memory(there, shape, machine).values()) <= 0.95 * machine.memory:
+            work = Workload.of(there)
+            found[gpus // tp, tp, gpus // shards, shards] = (
+                costs.mean_field(there, shape, machine, work.running_context())
+                + train_seconds(there, shape, machine, work, gpus // shards, shards).total)
+    best = costs.search_colocated(there, shape, machine)
+    assert len(found) > 3 and best[0] == pytest.approx(min(found.values())) == pytest.approx(found[best[1]])
+
+
+def test_a_colocated_gpu_holds_both():
+    """The pool shares what masters and moments leave; released, weights and pool are not there while it learns."""
+    settings = {"model": {"dtype": "bfloat16"}, "placement": "colocated", "data": {"max_prompt_tokens": 1024},
+                "rollout": {"max_new_tokens": 3072}, "actor": {"tp": 8},
+                "learner": {"shards": 8, "activation_checkpointing": "full"}}
+    shape, machine = SHAPES["Llama-3.1-8B"], SHEETS["h100"]
+    kept, released = (costs.colocated_memory(build(settings | {"actor": {"tp": 8, "release_memory": release}}), shape, machine)
+                      for release in (False, True))
+    learner = learner_memory(build(settings), shape, machine, 1, 8)
+    assert kept == learner | {kind: kept[kind] for kind in ("weights", "derived", "kv", "graphs")}
+    pool = 0.3 * (machine.memory - sum(learner[kind] for kind in ("masters", "moments", "reference")))
+    assert 0 < kept["kv"] <= pool and kept["weights"] == shape.parameters * 2 / 8
+    assert sum(released.values()) < sum(kept.values()) - kept["weights"]
+
+
+def test_auto_placement_says_why():
+    """`placement=auto` takes the search's best for the world that was started, and names what it was better than."""
+    config = parse([YAML, "placement=auto", "actor.release_memory=true", "actor.kv_memory_fraction=0.3"])
+    for staleness, mode in ((0, "sync"), (1, "one_step")):
+        config = dataclasses.replace(config, max_staleness=staleness, plan=dataclasses.replace(config.plan, hardware="h100"))
+        chosen, why = plan.place(config, 64)
+        split = costs.search(costs.placed(config, (1, 1, 1, 63)), SEVENTY, SHEETS["h100"], mode)
+        together = costs.search_colocated(costs.placed(config, (1, 1, 1, 64), True), SEVENTY, SHEETS["h100"])
+        best = min(split, together) if mode == "sync" else split
+        assert chosen == costs.placed(config, best[1], best is together) and chosen.world_size == 64
+        assert f"placement=auto, {mode}, 64 x h100, derived" in why and f"{best[1][0]} engines of TP {best[1][1]}" in why
+        assert ("against" in why) == (mode == "sync")
+    greedy = dataclasses.replace(config, max_staleness=0, actor=dataclasses.replace(config.actor, release_memory=False))
+    assert "colocated does not fit" in plan.place(greedy, 64)[1], "weights and pool stay beside what learns"
+    with pytest.raises(ConfigError, match="no placement of .* on 2 x h100 fits"):
+        plan.place(config, 2)
+    chosen, why = plan.place(parse(["placement=auto"]), 1)
+    assert chosen.placement == "colocated" and chosen.world_size == 1 and "one rank must be both" in why
+    with pytest.raises(ConfigError, match="`placement` = auto needs to know the machine"):
+        plan.place(parse(["placement=auto"]), 2, "")
+    assert "4 x h200" in plan.place(parse(["placement=auto"]), 4, "NVIDIA H200")[1]
+
+
 # --- memory
 
 
@@ -321,7 +378,7 @@ def test_a_calibrated_machine_is_predicted_from_its_curves(tmp_path):
     assert load_hardware(str(file)) == dataclasses.replace(machine)
     config = parse(["configs/toy.yaml", "rollout.samples_per_prompt=2", "plan.mean_response=3", "plan.length_sigma=0",
                     "plan.mean_prompt=5", "learner.max_tokens_per_micro_batch=128"])
-    found = plan.predict(config, TINY, machine, Workload.of(config))
+    found = predict(config, TINY, machine, Workload.of(config))
     assert found["prefill_s"] == pytest.approx(0.01 + (160 - 8) * 0.49 / 792)  # 32 prompts of 5, too short to share
     assert found["generate_s"] - found["prefill_s"] == pytest.approx(sum(0.033 + 1e-6 * 32 * (keys - 10) for keys in (6, 7)))
     assert found["train_s"] == pytest.approx(2 * 3 * 1.28 + 0.25)  # 256 tokens in two micro-batches
@@ -338,8 +395,9 @@ def test_along_is_piecewise_linear():
 
 def test_comparison_names_predicted_measured_and_error(seventy):
     row = {"step_s": 2000.0, "staleness_max": 0, "t_actor_decode": 1000.0, "t_actor_prefill": 21.0, "t_learner_forward": 300.0,
-           "t_learner_backward": 700.0, "t_learner_optimizer": 160.0, "publish_s": 1.412, "peak_bytes_actor": 80e9}
-    lines = {line[:20].strip(): line.split()[-1] for line in plan.compare(seventy, [row | {"step_s": 9e9}, row, row]).splitlines()}
+           "t_learner_backward": 700.0, "t_learner_optimizer": 160.0, "publish_s": 1.412, "mem_actor_peak_mb": 80e3}
+    found = plan.compare(seventy, [row | {"step_s": 9e9}, row, row], "sync")
+    lines = {line[:20].strip(): line.split()[-1] for line in plan.comparison(found).splitlines()}
     assert lines["step"] == "+21.5%" and lines["decode and prefill"] == "+24.5%" and lines["learner"] == "-0.1%"
     assert lines["publication"] == "-50.0%" and lines["peak memory, actor"] == "-6.7%" and "peak memory, learner" not in lines
 

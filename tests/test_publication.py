@@ -56,12 +56,17 @@ def toy_config(replicas: int, shards: int, actors: int, tp: int, **publish):
                                actor=dataclasses.replace(config.actor, replicas=actors, tp=tp))
 
 
+def shard_of(name: str, version: int, config, rank: int) -> torch.Tensor:
+    shards = config.learner.shards
+    return value(name, version)[slice(*shard_rows(SHAPES[name][0], shards, rank % shards))]
+
+
 def set_up(rank: int, config, kind: str, shapes=None):
     from channel import open_channel
     from sync import Grid, Publisher, agree_on_plan, make_groups
     grid, channel = Grid.of(config), open_channel(rank, config.collective_timeout_s)
-    lane = (rank - grid.learners) % config.actor.tp
-    layout = layout_of(kind, lane) if rank >= grid.learners else None
+    lane = grid.lane(rank)
+    layout = layout_of(kind, lane) if rank in grid.actor_ranks else None
     plan = agree_on_plan(channel, config, shapes or SHAPES, layout)
     return Publisher(channel, plan, make_groups(grid, plan, "cpu", 30), config, torch.device("cpu")), layout, lane
 
@@ -76,31 +81,27 @@ def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str 
     publisher, layout, lane = set_up(rank, config, kind, {name: SHAPES[name] for name in order})
     kept: list[set[int]] = []  # addresses after each publication
     if layout is None:
-        shard = rank % config.learner.shards
         for version in range(2):
             if rank == 0:
                 publisher.announce(version)
-            cut = {name: value(name, version)[slice(*shard_rows(SHAPES[name][0], config.learner.shards, shard))] for name in order}
-            report = publisher.send(version, cut)
+            report = publisher.send(version, {name: shard_of(name, version, config, rank) for name in order})
             kept.append({buffer.data_ptr() for buffer in publisher._buffers.values()})
         assert kept[1:] == kept[:-1], "a publication receives or casts into fresh memory"
         dist.barrier()  # rank 0 holds the store
         return report | {"buffers": publisher.buffer_bytes}
     live = {name: torch.full(shape, torch.nan) for name, shape in layout[1].items()}
-    inner = publisher._transfer_in
+    inner, old_norm = publisher._report_live, torch.full(SHAPES["norm.weight"], torch.nan)
 
-    def faulty(tensors):
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        seconds = inner(tensors)
+    def faulty(version, tensors, seconds):
         if fault == "bit":
             tensors["layer.o.weight"].view(torch.int32)[5, 3] ^= 1
         if fault == "left out":
-            tensors["norm.weight"].copy_(before["norm.weight"])
+            tensors["norm.weight"].copy_(old_norm)
         if fault == "offset":
             tensors["embed.weight"].copy_(tensors["embed.weight"].roll(1, 0))
-        return seconds
+        inner(version, tensors, seconds)
 
-    publisher._transfer_in = faulty
+    publisher._report_live = faulty
     for version in range(2):
         if rank in publisher.grid.leaders:  # who tells the other lanes: train.py's Inbox
             assert publisher.channel.wait(f"control/{rank}", "the announcement")["version"] == version
@@ -143,6 +144,43 @@ def test_staged_slices_arrive_beside_and_replace_the_live_ones_at_once(grid, kin
         assert actor["buffers"] == actor["slice"], "staging takes one more copy of the slice"
     boundaries = [actor["boundaries"] for actor in results[grid[0] * grid[1]:]]
     assert boundaries == [0] if idle else (boundaries[0] == boundaries[1] and boundaries[2] == boundaries[3]), "lanes disagree"
+
+
+def exchange_on(rank: int, grid: list[int], kind: str, publish: dict, faulty: int = -1) -> None:
+    """Two publications between colocated ranks; on rank `faulty` a bit flips between receipt and proof of the second."""
+    config = dataclasses.replace(toy_config(*grid, **publish), placement="colocated")
+    publisher, layout, lane = set_up(rank, config, kind)
+    live = {name: torch.full(shape, torch.nan) for name, shape in layout[1].items()}
+    inner = publisher._report_live
+
+    def flip(version, tensors, seconds):
+        if version == 1 and rank == faulty:
+            tensors["layer.o.weight"].view(torch.int32)[5, 3] ^= 1
+        inner(version, tensors, seconds)
+
+    publisher._report_live = flip
+    for version in range(2):
+        publisher.exchange(version, {name: shard_of(name, version, config, rank) for name in SHAPES}, live)
+        for name, tensor in live.items():
+            assert torch.equal(tensor, expected(name, kind, lane, version)), f"{name} of version {version}"
+    dist.barrier()
+
+
+COLOCATED = [((1, 1, 1, 1), "fused", {}), ((1, 2, 2, 1), "plain", {"bucket_mb": 1e-4}), ((1, 2, 1, 2), "tp2", {}),
+             ((2, 2, 2, 2), "tp2", {"bucket_mb": 1e-4, "max_roots": 1})]
+
+
+@pytest.mark.parametrize(("grid", "kind", "publish"), [
+    COLOCATED[0], COLOCATED[2], *(pytest.param(*case, marks=pytest.mark.long) for case in (COLOCATED[1], COLOCATED[3]))])
+def test_colocated_ranks_publish_to_each_other(grid, kind, publish):
+    """A root that also receives: each rank's engine holds what the shards of all ranks say, and a fault on any is found."""
+    spawn_ok(grid[0] * grid[1], "test_publication:exchange_on", list(grid), kind, publish)
+
+
+def test_a_fault_on_a_colocated_rank_is_caught_and_named():
+    for side in spawn(2, "test_publication:exchange_on", [1, 2, 2, 1], "plain", {}, 1):
+        assert side["exit"] != 0 and "PublicationError" in side["stderr"]
+        assert "layer.o.weight differs on rank 1" in side["stderr"]
 
 
 def test_in_place_takes_two_buckets_a_side():

@@ -112,7 +112,7 @@ def test_series_are_those_of_the_files(run):
     assert reward["series"] == [
         {"name": "samples of the step", "join": False, "y": [*(step / 12 for step in range(12)), None]},
         {"name": "greedy, held out", "join": True, "y": [0.5, *[None] * 5, 0.5, *[None] * 5, 0.5]}]
-    stack = {series["name"]: series["y"] for series in chart_of(page, "actors: seconds of a step")["series"]}
+    stack = {series["name"]: series["y"] for series in chart_of(page, "actor ranks: seconds of a step")["series"]}
     assert stack == {"decode": [1.0] * 12, "wait_prompts": [1.0] * 12}
     tokens = {series["name"]: series["y"][0] for series in chart_of(page, "response tokens of a step")["series"]}
     assert tokens == {"trained": 600, "filtered": 200, "unscored": 100}

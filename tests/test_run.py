@@ -56,6 +56,50 @@ def test_two_actors_and_evaluations_give_the_metrics_of_one_actor_without(exact_
     assert [row["version"] for row in rows(tmp_path / "run", "eval.jsonl")] == [0, 6, 12, 18, 20]
 
 
+@pytest.mark.parametrize("released", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_colocated_in_one_process_is_the_split_run(exact_run, tmp_path, released):
+    """One loop: generating and learning in turn on one rank, its engine's memory given back in between, gives the same bits."""
+    metrics = train(tmp_path / "run", 1, "placement=colocated", *SHORT, f"actor.release_memory={released}")
+    assert without_clocks(metrics) == without_clocks(rows(exact_run))
+    for row in metrics:
+        spent = sum(value for key, value in row.items() if key.startswith("t_colocated_") and "beside" not in key
+                    and not key.endswith("wall"))
+        assert spent == pytest.approx(row["t_colocated_wall"], abs=1e-6), "the ledger must account for every second once"
+        assert not any(key.startswith(("t_learner", "t_actor")) for key in row)
+    books = rows(tmp_path / "run", "ledger.jsonl")
+    assert [(row["rank"], row["role"]) for row in books] == [(0, "colocated")] * 20
+    assert sum(row["other"] for row in books) <= 0.05 * sum(row["wall"] for row in books), "seconds that no category explains"
+
+
+def test_a_run_ends_with_predictions_beside_measurements(tmp_path):
+    """Every run is held against plan.py, for the machine that its start measured; auto on one rank is colocated, and says why."""
+    done = torchrun(1, TOY, f"run_dir={tmp_path / 'run'}", "placement=auto", "steps=3", "eval.every=0", "log.trackers=[]")
+    assert done.returncode == 0 and "placement=auto: colocated, as one rank must be both" in done.stdout
+    table = done.stdout[done.stdout.index("predicted for"):].splitlines()
+    assert "by formula from the GEMM, copy and link measured at the start" in table[0]
+    lines = {line[:24].strip(): line[24:].split() for line in table[2:]}
+    assert lines.keys() == {"step", "decode and prefill", "learner", "publication", "peak memory, colocated"}
+    metrics = rows(tmp_path / "run")
+    assert lines["peak memory, colocated"][2:4] == [f"{metrics[-1]['mem_peak_mb']:.0f}", "MB"]
+    assert metrics[0]["prompt_len"] > 1 and metrics[0]["mem_actor_peak_mb"] <= metrics[-1]["mem_peak_mb"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [
+    ("learner.shards=2", "actor.replicas=2"),
+    ("learner.shards=2", "actor.tp=2", "exact=false", "actor.release_memory=true"),
+    ("learner.replicas=2", "learner.shards=2", "actor.replicas=2", "actor.tp=2", "exact=false", "publish.max_roots=1",
+     "publish.bucket_mb=0.05")])
+def test_colocated_ranks_share_engines_and_learners(exact_run, layout, tmp_path):
+    """Lanes that stop in different turns would hang; shards published from ranks that also receive must still be proved."""
+    metrics = train(tmp_path / "run", 4 if "learner.replicas=2" in layout else 2, "placement=colocated", *SHORT, "steps=6",
+                    "eval.every=3", "eval.keep_best=true", *layout)
+    assert [row["reward"] for row in metrics] == [row["reward"] for row in rows(exact_run)][:6]
+    assert max(row["logprob_gap_max"] for row in metrics) <= (1e-5 if "exact=false" in layout else 0.0)
+    assert [row["version"] for row in rows(tmp_path / "run", "eval.jsonl")] == [0, 3, 6]
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
 @pytest.mark.long
 def test_same_seed_same_metrics_however_the_engine_is_squeezed(tmp_path):
     """Proof 1 under preemption, chunks of 4 tokens and prefix hits: same bits, and a repeat is a repeat."""

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engines import add, build, finish, naive, prompt_of, same
+from engines import add, build, finish, load, naive, prompt_of, run, same
 from tiny import FAMILIES
 
 import config
@@ -20,6 +20,7 @@ import settings as from_yaml
 from kernels.kv_write import write_kv
 from kernels.paged_attention import paged_attention, paged_attention_torch
 from kernels.rope import rope
+from parallel import EngineLinear
 from runner import Attend, StepBuffers, batch_buckets, pool_blocks, uniforms, working_bytes, zeros_on_demand
 from scheduler import Request, Scheduler
 from shape import Shape
@@ -380,6 +381,27 @@ def test_pool_on_a_gpu_leaves_room_for_the_step(monkeypatch):
     assert pool_blocks(config_, big, torch.device("cuda")) == 100
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed // 2, 0))
     assert pool_blocks(config_, big, torch.device("cuda")) == 0, "check_pool then names the setting"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_released_memory_comes_back_empty_and_works(exact):
+    """Colocated: a copy of the weights (packed ones too) or a pool that stays, or a tied head that comes back as two tensors."""
+    reference, prompt = FAMILIES["qwen3-bias"], prompt_of(9, 1)
+    engine = build(reference, exact=exact)
+    add(engine, [Request(0, 0, list(prompt), 5, 0.0)])
+    engine.step()
+    shapes = {name: tensor.shape for name, tensor in engine.weights().items()}
+    finish(engine, [*engine.scheduler.running])
+    engine.runner.release()
+    assert engine.runner.cache is None and not any(tensor.nbytes for tensor in engine.weights().values())
+    assert not any(module.derived for module in engine.runner.model.modules() if isinstance(module, EngineLinear))
+    engine.runner.restore()
+    assert {name: tensor.shape for name, tensor in engine.weights().items()} == shapes
+    load(engine, reference)
+    engine.publish(1)
+    request = Request(1, 0, list(prompt), 5, 0.0)
+    run(engine, [request])
+    same(request, naive(reference, prompt, 5))
 
 
 def test_zeros_cost_nothing_until_written():

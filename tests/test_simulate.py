@@ -16,8 +16,8 @@ import simulate
 from config import ConfigError
 from costs import Workload
 from fleet import IDLE_S, POLL_S, Scenario, best_interval, goodput, scaled
-from plan import case_of
 from settings import parse
+from sheet import case_of
 from simulate import Run
 
 SMALL = ["configs/toy.yaml", "plan.hardware=h100", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
