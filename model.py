@@ -99,10 +99,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
-        self.gate_up = Together(self.gate_proj, self.up_proj)
+        self.gate_up, self.activate = Together(self.gate_proj, self.up_proj), silu_mul
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(*self.gate_up(x_TE)))
+        return self.down_proj(self.activate(*self.gate_up(x_TE)))
 
 
 KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])

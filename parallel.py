@@ -190,14 +190,15 @@ def for_engine(model: nn.Module, lane: Lane, backend: str) -> None:
 
 
 def by_rows(model: nn.Module) -> None:
-    """On a CPU in fp32: norms with a residual by the compiled loop of kernels/rows.py, rotations by the one that attends."""
+    """On a CPU in fp32: SiLU and norms with a residual by the compiled loops of kernels/rows.py, rotations by attention's."""
     import numba
 
-    from kernels.rows import norm_rows
+    from kernels.rows import norm_rows, silu_rows
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     for layer in model.model.layers:
         layer.self_attn.rotate = lambda x_THD, cos, sin: x_THD
         layer.post_attention_layernorm.compute = norm_rows
+        layer.mlp.activate = silu_rows
     for layer in model.model.layers[1:]:  # the first one has no residual yet
         layer.input_layernorm.compute = norm_rows
     model.model.norm.compute = norm_rows

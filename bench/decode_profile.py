@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import model
 import parallel
 import runner
 from actor import LLM, SamplingParams
@@ -101,7 +100,7 @@ def main() -> None:
                          "sampling": [(rows, "draw_rows")],
                          "scheduling": [(Scheduler, "schedule"), (Scheduler, "commit"), (runner.StepBuffers, "fill"),
                                         (runner.StepBuffers, "advance")],
-                         "norm, SiLU": [(rows, "norm_rows"), (model, "silu_mul")]}.items():
+                         "norm, SiLU": [(rows, "norm_rows"), (rows, "silu_rows")]}.items():
         for owner, name in owners:
             timed(owner, name, kind)
     llm = LLM(str(ROOT / "models" / "smollm2-135m"), max_model_len=384, max_num_seqs=256)

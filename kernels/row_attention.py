@@ -9,8 +9,9 @@ A decode step's attention reads every key and value once and does 4 FLOP with ea
 cache is touched. torch has no paged attention there: gathering blocks for SDPA writes and reads them again, and pads a ragged batch
 to its longest. This loop walks each row's own pages.
 
-- Four keys at a time: a query is loaded once for four dot products, a row of o once for four values. LLVM, left to itself, puts
-  checks and prologues around such loops that are longer than their 64 products; hence `Lanes`, whose operations are written out.
+- A tile of G query heads that share a KV head, and four keys: 4 + G loads for 4 G products of registers, where one head and one
+  key would take two for one. LLVM, left to itself, puts checks and prologues around such loops that are longer than their 64
+  products; hence `Lanes`, whose operations are written out, and tiles whose size is a type: G is the length of a tuple.
 - The page after the next is fetched meanwhile, into the second-level cache: into the first, a core can have few lines underway.
   Both together save a fourth to a third of the time of 24 and of 256 rows.
 - Threads get neighbouring rows of equal total context: those that share a prefix find it in the caches.
@@ -24,97 +25,99 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic, models, register_model
+from llvmlite.binding import get_host_cpu_features
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 F = np.float32
 WIDTH, AHEAD = 16, 2  # numbers of a register and of a cache line; pages between a fetch and its use
 LOG2_E, LN_2 = F(1 / math.log(2)), F(math.log(2))
-I32, REGISTER = ir.IntType(32), ir.VectorType(ir.FloatType(), WIDTH)
+I32, I64, REGISTER = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType(), WIDTH)
+TILE = 4 if get_host_cpu_features().get("avx512f") else 1  # heads at most: 16 sums, 4 keys and a query need 21 of 32 registers
 inlined = numba.njit(fastmath=True, error_model="numpy", inline="always")
 
 
-class Lanes(types.Type):
-    """WIDTH fp32 numbers in a register."""
+def _pointer(context, builder, kind, array, at, target):
+    """To number `at` of the array; nothing is checked."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), target.as_pointer())
 
 
-@register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager, kind):
-        super().__init__(manager, kind, REGISTER)
+def _register(context, builder, kind, array, at):
+    return builder.load(_pointer(context, builder, kind, array, at, REGISTER), align=4)
 
 
-lanes = Lanes("lanes")
+def _multiply_add(builder, total, x, y):
+    return builder.fadd(total, builder.fmul(x, y, flags=["contract"]), flags=["contract"])
 
 
-def _address(context, builder, signature, args, kind):
-    """Of number args[1] of the array args[0]; nothing is checked."""
-    data = context.make_array(signature.args[0])(context, builder, args[0]).data
-    return builder.bitcast(builder.gep(data, [args[1]]), kind.as_pointer())
-
-
-@intrinsic
-def _load(_, array, at):
-    def emit(*call):
-        return call[1].load(_address(*call, REGISTER), align=4)
-    return lanes(array, types.int64), emit
+def _halved(builder, x, y, width, count):
+    """Each `width` lanes of x, then y, as half as many: lower plus upper half. `count` lanes in all."""
+    low = [start + lane for start in range(0, count, width) for lane in range(width // 2)]
+    masks = [ir.Constant(ir.VectorType(I32, len(low)), [lane + up for lane in low]) for up in (0, width // 2)]
+    return builder.fadd(*(builder.shuffle_vector(x, y, mask) for mask in masks))
 
 
 @intrinsic
-def _store(_, array, at, x):
+def _score_four(_, tile, weights, at, gap, q, query, cache, key, step, D):
+    """weights[at + g gap + j] = q_g . k_j for the tile's heads g, which lie D apart in q, and four keys j, `step` apart."""
     def emit(context, builder, signature, args):
-        builder.store(args[2], _address(context, builder, signature, args, REGISTER), align=4)
+        _, weights, at, gap, q, query, cache, key, step, D = args
+        kinds, zero = signature.args, ir.Constant(REGISTER, None)
+        heads = range(len(kinds[0]))
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in heads]
+        keys = [builder.add(key, builder.mul(step, I64(j))) for j in range(4)]
+        queries = [builder.add(query, builder.mul(D, I64(g))) for g in heads]
+        with cgutils.for_range_slice(builder, I64(0), D, I64(WIDTH), I64) as (e, _):
+            k = [_register(context, builder, kinds[6], cache, builder.add(at_key, e)) for at_key in keys]
+            for g in heads:
+                x = _register(context, builder, kinds[4], q, builder.add(queries[g], e))
+                for j in range(4):
+                    builder.store(_multiply_add(builder, builder.load(sums[g][j]), x, k[j]), sums[g][j])
+        for g in heads:  # halved together: 11 operations instead of 4 times 8
+            a, b, c, d = map(builder.load, sums[g])
+            abcd = _halved(builder, _halved(builder, a, b, 16, 32), _halved(builder, c, d, 16, 32), 8, 32)
+            for width in (4, 2):
+                abcd = _halved(builder, abcd, abcd, width, 4 * width)
+            place = builder.add(at, builder.mul(gap, I64(g)))
+            builder.store(abcd, _pointer(context, builder, kinds[1], weights, place, abcd.type), align=4)
         return context.get_dummy_value()
-    return types.void(array, types.int64, lanes), emit
+    return types.void(tile, weights, *[types.int64] * 2, q, types.int64, cache, *[types.int64] * 3), emit
 
 
 @intrinsic
-def _spread(_, array, at):
-    """array[at] in every lane."""
-    def emit(*call):
-        builder, empty = call[1], ir.Constant(REGISTER, ir.Undefined)
-        one = builder.insert_element(empty, builder.load(_address(*call, ir.FloatType())), I32(0))
-        return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(I32, WIDTH), [0] * WIDTH))
-    return lanes(array, types.int64), emit
-
-
-@intrinsic
-def _zeros(_):
-    return lanes(), lambda *call: ir.Constant(REGISTER, None)
-
-
-@intrinsic
-def _add(_, total, x, y):
-    """total + x y"""
+def _mix_some(_, tile, some, o, out, weights, at, gap, cache, value, step, D):
+    """o[out + g D:][:D] += sum_j weights[at + g gap + j] v_j for the tile's heads g and as many values j as `some` is long."""
     def emit(context, builder, signature, args):
-        return builder.fadd(args[0], builder.fmul(args[1], args[2], flags=["contract"]), flags=["contract"])
-    return lanes(lanes, lanes, lanes), emit
+        _, _, o, out, weights, at, gap, cache, value, step, D = args
+        kinds, empty = signature.args, ir.Constant(REGISTER, ir.Undefined)
+        heads, count = range(len(kinds[0])), range(len(kinds[1]))
 
+        def spread(place):
+            number = builder.load(_pointer(context, builder, kinds[4], weights, place, ir.FloatType()))
+            one = builder.insert_element(empty, number, I32(0))
+            return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(I32, WIDTH), [0] * WIDTH))
 
-@intrinsic
-def _store_sums(_, array, at, a, b, c, d):
-    """array[at:at + 4] = the sums over the lanes of a, b, c, d, halved together: 11 operations instead of 4 times 8."""
-    def emit(context, builder, signature, args):
-        def halved(x, y, width, count):
-            """Each `width` lanes of x, then y, as half as many: lower plus upper half. `count` lanes in all."""
-            low = [start + lane for start in range(0, count, width) for lane in range(width // 2)]
-            masks = [ir.Constant(ir.VectorType(I32, len(low)), [lane + up for lane in low]) for up in (0, width // 2)]
-            return builder.fadd(*(builder.shuffle_vector(x, y, mask) for mask in masks))
-        a, b, c, d = args[2:]
-        abcd = halved(halved(a, b, 16, 32), halved(c, d, 16, 32), 8, 32)
-        for width in (4, 2):
-            abcd = halved(abcd, abcd, width, 4 * width)
-        builder.store(abcd, _address(context, builder, signature, args, abcd.type), align=4)
+        shares = [[spread(builder.add(at, builder.add(builder.mul(gap, I64(g)), I64(j)))) for j in count] for g in heads]
+        values = [builder.add(value, builder.mul(step, I64(j))) for j in count]
+        with cgutils.for_range_slice(builder, I64(0), D, I64(WIDTH), I64) as (e, _):
+            v = [_register(context, builder, kinds[7], cache, builder.add(at_value, e)) for at_value in values]
+            for g in heads:
+                place = _pointer(context, builder, kinds[2], o, builder.add(out, builder.add(builder.mul(D, I64(g)), e)), REGISTER)
+                x = builder.load(place, align=4)
+                for j in count:
+                    x = _multiply_add(builder, x, shares[g][j], v[j])
+                builder.store(x, place, align=4)
         return context.get_dummy_value()
-    return types.void(array, types.int64, lanes, lanes, lanes, lanes), emit
+    return types.void(tile, some, o, types.int64, weights, *[types.int64] * 2, cache, *[types.int64] * 3), emit
 
 
 @intrinsic
 def _prefetch(_, array, at):
     """Ask for a cache line, into the second level; an address that does not exist is harmless."""
     def emit(context, builder, signature, args):
-        line = _address(context, builder, signature, args, ir.IntType(8))
+        line = _pointer(context, builder, signature.args[0], *args, ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [line.type, I32, I32, I32])
         builder.call(builder.module.declare_intrinsic("llvm.prefetch", (line.type,), kind), [line, I32(0), I32(2), I32(1)])
         return context.get_dummy_value()
@@ -154,48 +157,35 @@ def _softmax(row, scale):
 
 
 @inlined
-def _score(weights, at, q, query, cache, key, step, count, D):
-    """weights[at:at + count] = q . k of one head, for `count` keys that lie `step` numbers apart."""
+def _score(tile, weights, at, gap, q, query, cache, key, step, count, D):
+    """weights[at + g gap:][:count] = q_g . k of the tile's heads g, for `count` keys that lie `step` numbers apart."""
     last = at + count
     while at + 4 <= last:
-        a, b, c, d = _zeros(), _zeros(), _zeros(), _zeros()
-        for e in range(0, D, WIDTH):
-            x = _load(q, query + e)
-            a = _add(a, x, _load(cache, key + e))
-            b = _add(b, x, _load(cache, key + step + e))
-            c = _add(c, x, _load(cache, key + 2 * step + e))
-            d = _add(d, x, _load(cache, key + 3 * step + e))
-        _store_sums(weights, at, a, b, c, d)
+        _score_four(tile, weights, at, gap, q, query, cache, key, step, D)
         at, key = at + 4, key + 4 * step
     while at < last:
-        total = F(0)
-        for e in range(D):
-            total += q[query + e] * cache[key + e]
-        weights[at] = total
+        for g in range(len(tile)):
+            total = F(0)
+            for e in range(D):
+                total += q[query + g * D + e] * cache[key + e]
+            weights[at + g * gap] = total
         at, key = at + 1, key + step
 
 
 @inlined
-def _mix(o, out, weights, at, cache, value, step, count, D):
-    """o[out:out + D] += the sum of `count` weighted values of one head."""
+def _mix(tile, o, out, weights, at, gap, cache, value, step, count, D):
+    """o[out + g D:][:D] += the sum of `count` weighted values, for the tile's heads g."""
     last = at + count
     while at + 4 <= last:
-        a, b, c, d = _spread(weights, at), _spread(weights, at + 1), _spread(weights, at + 2), _spread(weights, at + 3)
-        for e in range(0, D, WIDTH):
-            x = _add(_load(o, out + e), a, _load(cache, value + e))
-            x = _add(x, b, _load(cache, value + step + e))
-            x = _add(x, c, _load(cache, value + 2 * step + e))
-            _store(o, out + e, _add(x, d, _load(cache, value + 3 * step + e)))
+        _mix_some(tile, (0, 0, 0, 0), o, out, weights, at, gap, cache, value, step, D)
         at, value = at + 4, value + 4 * step
     while at < last:
-        a = _spread(weights, at)
-        for e in range(0, D, WIDTH):
-            _store(o, out + e, _add(_load(o, out + e), a, _load(cache, value + e)))
+        _mix_some(tile, (0,), o, out, weights, at, gap, cache, value, step, D)
         at, value = at + 1, value + step
 
 
 @numba.njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
-def _attend(q, k, v, strides, rotary, slots_T, cache, sizes, pages, window, o):
+def _attend(q, k, v, strides, rotary, slots_T, cache, tile, sizes, pages, window, o):
     (H, K, D), (tables_NB, rows_S, owners_S, positions_S, parts_P1, block_size) = sizes, pages
     values, step, page, repeat, scale = len(cache) // 2, K * D, block_size * K * D, H // K, F(1 / math.sqrt(D)) * LOG2_E
     share = -(-page // (H * WIDTH)) * WIDTH  # of the fetching of a page, beside the work on a head
@@ -224,13 +214,14 @@ def _attend(q, k, v, strides, rotary, slots_T, cache, sizes, pages, window, o):
                     else:
                         next_row = owners_S[min(s + 1, len(rows_S) - 1)]
                         ahead = np.int64(tables_NB[next_row, min(n + AHEAD - used, tables_NB.shape[1] - 1)]) * page
-                    for h in range(H):
-                        for line in range(ahead + h * share, ahead + min(page, (h + 1) * share), WIDTH):
+                    for h in range(0, H, len(tile)):
+                        for line in range(ahead + h * share, ahead + min(page, (h + len(tile)) * share), WIDTH):
                             _prefetch(cache, line)
+                        weight, head = h * length + j - first, at + h // repeat * D
                         if half == 0:
-                            _score(weights, h * length + j - first, q, query + h * D, cache, at + h // repeat * D, step, count, D)
+                            _score(tile, weights, weight, length, q, query + h * D, cache, head, step, count, D)
                         else:
-                            _mix(o, out + h * D, weights, h * length + j - first, cache, at + h // repeat * D, step, count, D)
+                            _mix(tile, o, out + h * D, weights, weight, length, cache, head, step, count, D)
                     j += count
                 for h in range(H if half == 0 else 0):
                     _softmax(weights[h * length:(h + 1) * length], scale)
@@ -246,5 +237,6 @@ def attend_rows(new: tuple[Tensor, Tensor, Tensor], rotary: tuple[np.ndarray, np
     o_THD = (torch.empty if len(pages[1]) == len(new[0]) else torch.zeros)(new[0].shape)
     strides, sizes = tuple(x.stride(0) for x in new), (new[0].shape[1], *new[1].shape[1:])
     flat = (x.as_strided(((len(x) - 1) * x.stride(0) + x[0].numel(),), (1,)).numpy() for x in new)  # a slice's gaps included
-    _attend(*flat, strides, rotary, slots_T, cache_2RKD.view(-1).numpy(), sizes, pages, window, o_THD.view(-1).numpy())
+    tile = (0,) * max(size for size in range(1, TILE + 1) if sizes[0] // sizes[1] % size == 0)
+    _attend(*flat, strides, rotary, slots_T, cache_2RKD.view(-1).numpy(), tile, sizes, pages, window, o_THD.view(-1).numpy())
     return o_THD

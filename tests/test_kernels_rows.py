@@ -18,7 +18,7 @@ def test_norm_by_rows():
     pytest.importorskip("numba")
     from kernels.rows import norm_rows
     draw = torch.Generator().manual_seed(0)
-    for rows, width in ((1, 5), (7, 123), (40, 64)):
+    for rows, width in ((1, 5), (7, 123), (40, 64), (200, 123)):  # the last one by all threads
         x, residual, weight = (torch.randn(*size, generator=draw) for size in ((rows, width), (rows, width), (width,)))
         plain = x + residual
         wide = x.double() + residual.double()
@@ -26,6 +26,20 @@ def test_norm_by_rows():
         right = weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
         assert torch.equal(total, plain)
         torch.testing.assert_close(y.double(), right, atol=1e-6, rtol=1e-6)
+
+
+def test_silu_by_rows():
+    """Halves of one fused tensor read as if each were contiguous, gate and up changed round, an exponential that overflows."""
+    pytest.importorskip("numba")
+    from kernels.rows import silu_rows
+    draw = torch.Generator().manual_seed(0)
+    for rows, width in ((1, 5), (7, 123), (40, 64)):
+        both = 3 * torch.randn(rows, 2 * width + 1, generator=draw)
+        both[0, :3] = torch.tensor([-100.0, 100.0, -0.0])
+        gate, up = both[:, :width], both[:, width:2 * width]
+        right = gate.double() * gate.double().sigmoid() * up.double()
+        torch.testing.assert_close(silu_rows(gate, up).double(), right, atol=1e-6, rtol=1e-6)
+    assert silu_rows(torch.tensor([[torch.nan]]), torch.ones(1, 1)).isnan().all(), "NaN must be seen"
 
 
 @pytest.mark.parametrize("vocab", [3, 300, 5003])
@@ -77,9 +91,9 @@ def attention_float64(q, keys, values, pages, size: int, window: int) -> torch.T
     return out
 
 
-def paged_batch(counts: list[int], befores: list[int], size: int, kv_heads: int, garbage: float, seed: int):
+def paged_batch(counts: list[int], befores: list[int], size: int, heads: tuple[int, int], garbage: float, seed: int):
     """(q with two rows of no request, keys, values, pages): scattered blocks, garbage wherever nobody may look."""
-    rng = np.random.default_rng(seed)
+    rng, (q_heads, kv_heads) = np.random.default_rng(seed), heads
     contexts = np.array([count + before for count, before in zip(counts, befores, strict=True)], np.int32)
     used = -(-contexts // size)
     free = rng.permutation(int(used.sum()) + 5)
@@ -91,7 +105,7 @@ def paged_batch(counts: list[int], befores: list[int], size: int, kv_heads: int,
     keys, values = torch.full((2, (int(used.sum()) + 5) * size, kv_heads, 16), garbage)
     keys[seen], values[seen] = torch.from_numpy(rng.standard_normal((2, len(seen), kv_heads, 16)).astype(np.float32))
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    q = torch.from_numpy(rng.standard_normal((int(starts[-1]) + 2, 6, 16)).astype(np.float32))
+    q = torch.from_numpy(rng.standard_normal((int(starts[-1]) + 2, q_heads, 16)).astype(np.float32))
     return q, keys, values, (tables, starts, contexts)
 
 
@@ -103,21 +117,22 @@ def test_rows_against_the_formula_in_float64(counts, befores, size):
     """A page too few or too many, a window off by one, another request's rows, a head of the wrong group."""
     pytest.importorskip("numba")
     garbage = torch.nan if max(counts) <= SHORT else 1e3  # a long chunk gathers whole pages and masks
-    for seed, (kv_heads, window) in enumerate(itertools.product((1, 2, 6), (0, 1, 5, size))):
-        q, keys, values, pages = paged_batch(counts, befores, size, kv_heads, garbage, seed)
+    cases = [*itertools.product(((6, 1), (6, 2), (6, 6)), (0, 1, 5, size)), ((6, 3), 0), ((4, 1), 5)]  # tiles of 3, 3, 1, 2, 4
+    for seed, ((heads, kv_heads), window) in enumerate(cases):
+        q, keys, values, pages = paged_batch(counts, befores, size, (heads, kv_heads), garbage, seed)
         q[:, ::2] *= 8  # some rows see one key, some all of them
         wanted = attention_float64(q, keys, values, pages, size, window)
         tables, starts, contexts = pages
         slots = torch.tensor([int(tables[n, position // size]) * size + position % size for n, context in enumerate(contexts)
                               for position in range(context - counts[n], context)])
         angles = 9 * torch.rand(len(q), 1, 8, generator=torch.Generator().manual_seed(seed))
-        cache, fused = torch.stack([keys, values])[None].clone(), torch.full((len(q), 6 + 2 * kv_heads, 16), 0.5)
-        fused[:, :6], fused[:len(slots), 6:-kv_heads], fused[:len(slots), -kv_heads:] = q, keys[slots], values[slots]
+        cache, fused = torch.stack([keys, values])[None].clone(), torch.full((len(q), heads + 2 * kv_heads, 16), 0.5)
+        fused[:, :heads], fused[:len(slots), heads:-kv_heads], fused[:len(slots), -kv_heads:] = q, keys[slots], values[slots]
         fused[:, :-kv_heads] = turned(fused[:, :-kv_heads], -angles)  # what the call must turn back
         cache[:, :, slots] = 1e6  # what it must write first
         twice = angles.repeat(1, 1, 2)
         attend = AttendByRows(cache, (slots, twice.cos(), twice.sin()), pages, size)
-        out = attend(fused[:, :6], fused[:, 6:-kv_heads], fused[:, -kv_heads:], 0, window)
+        out = attend(fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:], 0, window)
         torch.testing.assert_close(cache[0], torch.stack([keys, values]), atol=1e-5, rtol=1e-5, equal_nan=True)
         torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0)
         assert not out[-2:].any(), "rows of no request"
