@@ -121,7 +121,7 @@ class Summary:
         self.bar.update()
 
     def evaluation(self, version: int, pairs: int, sums: dict) -> bool:
-        """One row of eval.jsonl and one line; whether its accuracy is the best so far, the same on every rank."""
+        """One row of eval.jsonl and one line; whether its loss is the best so far, the same on every rank."""
         whole = self.total(sums, ("loss", "margin", "accuracy"))
         row = {"version": version, "pairs": pairs, "loss": whole["loss"], "margin": whole["margin"] / pairs,
                "accuracy": whole["accuracy"] / pairs}
@@ -129,8 +129,8 @@ class Summary:
             self.folder.append("eval.jsonl", [row])
         self.note(f"evaluation at version {version}: accuracy {row['accuracy']:.3f}, margin {row['margin']:.3f}, loss "
                   f"{row['loss']:.4f} on {pairs} held-out pairs")
-        better = self.best is None or row["accuracy"] > self.best
-        self.best = row["accuracy"] if better else self.best
+        better = self.best is None or row["loss"] < self.best  # accuracy on a few pairs is the same too often
+        self.best = row["loss"] if better else self.best
         return better
 
     def save(self, name: str, version: int) -> None:

@@ -262,6 +262,8 @@ def test_pairs_are_learned_without_actors(name, tmp_path):
     for tensors in stored.values():
         assert ("score.weight" in tensors) == (name == "reward_model") == ("lm_head.weight" not in tensors)
     assert any(not torch.equal(stored["model"][tensor], stored["step-10"][tensor]) for tensor in stored["model"])
+    assert judged[-1]["loss"] == min(row["loss"] for row in judged)
+    assert all(torch.equal(stored["model"][tensor], stored["best"][tensor]) for tensor in stored["model"]), "lowest held-out loss"
     if name == "dpo":
         for folder in folders:
             loaded = AutoModelForCausalLM.from_pretrained(run / folder)
