@@ -344,7 +344,8 @@ class Director:
             self.channel.push(f"control/{leader}", {"kind": "stop"})
 
     def close(self) -> None:
-        self.note(afterwards(self.config, self.folder.read("metrics.jsonl"), self.machine))
+        rows = [row for row in self.folder.read("metrics.jsonl") if row["step"] >= self.first]  # of this attempt
+        self.note(afterwards(self.config, rows, self.machine))
         if self.prompts.skipped:
             self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
         self.folder.trace(0, self.grid.role(0), self.ledger.events())
