@@ -480,7 +480,7 @@ def test_command_line(tmp_path):
 def test_calibration_measures_this_machine(tmp_path):
     """Every curve is there, rises, and makes a prediction that is of this machine."""
     file = tmp_path / "here.json"
-    done = main("configs/toy.yaml", "--calibrate", str(file))
+    done = main("configs/toy.yaml", "placement=colocated", "--calibrate", str(file))  # which asks for a publication all the same
     assert done.returncode == 0, done.stderr
     machine = load_hardware(str(file))
     for name in ("prefill", "decode", "forward", "backward", "broadcast"):
