@@ -221,7 +221,7 @@ def add_rollout(sheet: Sheet, case: Case) -> None:
     played = [costs.roll(engine, work, lengths[first::actor.replicas], slots) for first in range(actor.replicas)]
     slowest, full = max(played, key=lambda each: each.seconds), statistics.mean(each.full_s for each in played)
     derived = add("generate_derived_s", prefill + slowest.seconds, "s", f"the slowest engine, played through {slots} slots")
-    add("tail_loss", max(0.0, 1 - full / slowest.seconds), "%",
+    add("tail_loss", max(0.0, 1 - full / slowest.seconds) if slowest.seconds else 0.0, "%",
         f"1 - mean engine with its slots always full; lognormal, sigma {work.sigma:g}, cut at {work.cap:,}")
     add("generate_bound_s", prefill + slowest.full_s + slowest.longest_s, "s", "Q/K mu + L: always full, then the longest", "async")
     add("decode_tokens_per_gpu.derived", work.generated / gpus / derived, "token/s", f"{work.generated:,.0f} tokens, {gpus} GPUs")

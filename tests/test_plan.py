@@ -436,6 +436,13 @@ def test_a_run_is_compared_without_its_first_step_if_it_has_others():
         assert f"medians of {steps} steps" in table and re.search(r"step +\S+ \w+ +2 s", table)
 
 
+@pytest.mark.parametrize("length, cut", [(1.0, 1.0), (8.0, 1.0), (1.5, 0.0)])
+def test_a_run_of_any_lengths_is_compared(length, cut):
+    """Answers of one token, which come out of the prefill without a decode step, or all of them cut."""
+    row = {"prompt_len": 1.0, "response_len": length, "truncated": cut, "step_s": 2.0}
+    assert "2 s" in plan.afterwards(parse(["configs/toy.yaml"]), [row], load_hardware("h100"))
+
+
 def test_a_lone_rank_publishes_at_the_speed_of_a_copy():
     """It has no link: infinite bytes a second would predict nothing at all."""
     config = parse(["configs/toy.yaml", "placement=colocated"])
