@@ -110,6 +110,13 @@ def keep_freed_memory() -> None:
         mallopt(-1, (1 << 31) - 1)
 
 
+def give_back_freed_memory() -> None:
+    """All the same: without it a learner finds the holes of SmolLM2's released weights too small, and takes 0.9 GB beside them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+
+
 @dataclass(slots=True)
 class Step:
     """A filled step: T tokens of N requests on the device, of which the rows of R are sampled from."""
@@ -332,6 +339,8 @@ class Runner:
         for module in self.model.modules():
             if isinstance(module, EngineLinear):
                 module.derived = ()
+        if self.device.type == "cpu":
+            give_back_freed_memory()
 
     def restore(self) -> None:
         """Take that memory again, with nothing in it. Elsewhere than before, which CUDA graphs could not follow."""

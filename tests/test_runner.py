@@ -17,9 +17,11 @@ from tiny import FAMILIES
 
 import config
 import settings as from_yaml
+from actor import Engine
 from kernels.kv_write import write_kv
 from kernels.paged_attention import paged_attention, paged_attention_torch
 from kernels.rope import rope
+from ledger import Ledger
 from parallel import EngineLinear
 from runner import Attend, StepBuffers, batch_buckets, keep_freed_memory, pool_blocks, uniforms, working_bytes, zeros_on_demand
 from scheduler import Request, Scheduler
@@ -402,6 +404,18 @@ def test_released_memory_comes_back_empty_and_works(exact):
     request = Request(1, 0, list(prompt), 5, 0.0)
     run(engine, [request])
     same(request, naive(reference, prompt, 5))
+
+
+def test_released_memory_goes_back_to_the_system():
+    """A heap that keeps the released weights and their packed copies, in holes too small for what the learner needs."""
+    big = shape_of(layers=8, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=4096, windows=(0,) * 8)
+    engine = Engine(settings(dtype="float32"), big, 4096, torch.device("cpu"), Ledger(False))
+    for weight in engine.weights().values():
+        weight.fill_(0.01)
+    engine.publish(0)
+    before, weights = psutil.Process().memory_info().rss, sum(weight.nbytes for weight in engine.weights().values())
+    engine.runner.release()
+    assert weights > 140e6 and before - psutil.Process().memory_info().rss > 1.8 * weights
 
 
 def test_zeros_cost_nothing_until_written():
