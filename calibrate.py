@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from actor import Engine, measure_copy_bandwidth
 from channel import Channel, open_channel
 from config import Config, ConfigError
+from costs import placed
 from data import Encoder, Prompts, Rollout, load_rows, pack_group, unpack_group
 from hardware import Hardware, along
 from learner import Learner, Sample
@@ -208,8 +209,8 @@ def group_seconds(config: Config, response: int) -> dict:
 
 def publication(config: Config) -> dict:
     """One learner and one actor, two processes. Raises ConfigError if they fail."""
-    pair = dataclasses.replace(config, actor=dataclasses.replace(config.actor, replicas=1, tp=1),
-                               learner=dataclasses.replace(config.learner, replicas=1, shards=1))
+    pair = placed(config, (1, 1, 1, 1))
+    pair = dataclasses.replace(pair, publish=dataclasses.replace(pair.publish, mode="in_place"))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pair.yaml").write_text(to_yaml(pair))
         both = [subprocess.Popen([sys.executable, __file__, folder], env=os.environ | {

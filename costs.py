@@ -408,6 +408,8 @@ def search(config: Config, shape: Shape, hardware: Hardware, mode: str, scale: f
     work, best = Workload.of(config), None
     context, rolled, trained = work.running_context(), {}, {}
     for replicas, tp, copies, shards in placements(shape, config.world_size, config.plan.gpus_per_node):
+        if config.exact and tp > 1:  # which it refuses
+            continue
         there = placed(config, (replicas, tp, copies, shards))
         if (replicas, tp) not in rolled:
             ok = fits(actor_memory(there, shape, hardware, tp), hardware) and slots_of(there, shape, hardware, config.max_model_len)
@@ -425,6 +427,8 @@ def search_colocated(config: Config, shape: Shape, hardware: Hardware) -> tuple[
     """The same over placements in which all GPUs generate, then all learn."""
     work, best = Workload.of(config), None
     for placement in colocations(shape, config.world_size, config.plan.gpus_per_node):
+        if config.exact and placement[1] > 1:
+            continue
         there = placed(config, placement, colocated=True)
         longest = slots_of(there, shape, hardware, config.max_model_len)
         if not (longest and fits(colocated_memory(there, shape, hardware), hardware)):

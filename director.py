@@ -97,19 +97,25 @@ class Director:
         return state, {group: self.channel.fetch(f"payload/{group}", "its own payloads") for group in arrived}
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts."""
+        """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts.
+
+        So do those that are too old for a `max_staleness` that was lowered since.
+        """
         state = read_state(checkpoint)
+        old = [entry for entry in state["arrived"] if entry[1] - entry[3]["oldest"] > self.config.max_staleness]
+        arrived = [entry for entry in state["arrived"] if entry not in old]
+        running = state["running"] + [[group, step, header["row"]] for group, step, _, header in old]
         self.next_group, self.best = state["next_group"], state["best"]
         self.filtered.update(dict(state["filtered"]))
-        self.gate.restore(version_of(checkpoint), {group: step for group, step, _ in state["running"]},
-                          {group: (step, outcome) for group, step, outcome, _ in state["arrived"]})
-        for group, _, _, header in state["arrived"]:
+        self.gate.restore(version_of(checkpoint), {group: step for group, step, _ in running},
+                          {group: (step, outcome) for group, step, outcome, _ in arrived})
+        for group, _, _, header in arrived:
             self.headers[group] = header
             self.channel.put(f"payload/{group}", read_payload(checkpoint, group))
         self.send_prompts([self.training_message(group, self.prompts.encode(row), step)
-                           for group, step, row in state["running"]])
+                           for group, step, row in running])
         left = self.config.steps - self.gate.version
-        self.note(f"going on from {checkpoint}: {len(state['arrived'])} finished groups kept, {len(state['running'])} started "
+        self.note(f"going on from {checkpoint}: {len(arrived)} finished groups kept, {len(running)} started "
                   "again; " + (f"{left} steps left" if left > 0 else "nothing left to train; raise steps, or set resume=never"))
 
     def started(self, publish: dict[str, float]) -> None:
@@ -344,7 +350,8 @@ class Director:
             self.channel.push(f"control/{leader}", {"kind": "stop"})
 
     def close(self) -> None:
-        self.note(afterwards(self.config, self.folder.read("metrics.jsonl"), self.machine))
+        rows = [row for row in self.folder.read("metrics.jsonl") if row["step"] >= self.first]  # of this attempt
+        self.note(afterwards(self.config, rows, self.machine))
         if self.prompts.skipped:
             self.note(f"{self.prompts.skipped} prompts drawn were longer than data.max_prompt_tokens and skipped")
         self.folder.trace(0, self.grid.role(0), self.ledger.events())

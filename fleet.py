@@ -106,10 +106,7 @@ class Scenario:
 
     def scheduler(self) -> Scheduler:
         actor, config = self.config.actor, self.config
-        kv = costs.actor_memory(config, self.shape, self.hardware, actor.tp)["kv"]
-        if self.mode == "colocated" and not actor.kv_blocks:  # masters and moments stay; gradients and activations have gone
-            beside = costs.learner_memory(config, self.shape, self.hardware, config.learner.replicas, config.learner.shards)
-            kv -= beside["masters"] + beside["moments"]
+        kv = costs.actor_memory(config, self.shape, costs.beside_learner(config, self.shape, self.hardware), actor.tp)["kv"]
         size = max(1, actor.block_size // self.grain)
         blocks = round(kv / self.costs.kv) // (size * self.grain)
         if blocks * size * self.grain < config.max_model_len:
@@ -332,6 +329,8 @@ class Engine:
 
 def scaled(config: Config, gpus: int, mode: str) -> Config:
     """As many times the engines, HSDP copies and prompts as GPUs; colocated ones all act, and all learn. Raises ConfigError."""
+    if config.placement not in ("split", mode):
+        raise ConfigError(f"{mode}: `placement` = {config.placement} does not say which GPUs act and which learn; set split")
     times, rest = divmod(gpus, config.world_size)
     learner, tp = config.learner, config.actor.tp
     if rest or not times:
@@ -342,7 +341,8 @@ def scaled(config: Config, gpus: int, mode: str) -> Config:
             raise ConfigError(f"colocated: {gpus} GPUs divide neither into engines of {tp} nor into {learner.replicas} learners")
         placement = gpus // tp, tp, learner.replicas * times, config.world_size // learner.replicas
     prompts = config.rollout.prompts_per_step * times
-    return dataclasses.replace(placed(config, placement), rollout=dataclasses.replace(config.rollout, prompts_per_step=prompts))
+    there = placed(config, placement, mode == "colocated")
+    return dataclasses.replace(there, rollout=dataclasses.replace(config.rollout, prompts_per_step=prompts))
 
 
 def goodput(step_s: float, every: int, checkpoint_s: float, mtbf_s: float, restart_s: float, seed: int = 0,

@@ -25,7 +25,7 @@ from hardware import SHEETS, Hardware, load_hardware
 from ledger import ROLES
 from settings import build, check, parse
 from shape import Shape, read_shape, shape_from_hf
-from sheet import SOURCES, case_of, derive, show
+from sheet import SOURCES, Case, Entry, case_of, derive, show
 
 # Before and after a run.
 
@@ -34,7 +34,7 @@ def machine_of(config: Config, device: str, bounds: dict[str, float]) -> Hardwar
     known = config.plan.hardware or named_sheet(device)
     if known:
         return load_hardware(known)
-    link = bounds["link"] * 1e9 or float("inf")
+    link = bounds["link"] * 1e9 or bounds["bandwidth"] / 4  # a rank alone casts, then copies: reads and writes twice
     return Hardware(device, bounds["flops"], bounds["flops"], bounds["flops"], bounds["bandwidth"], bounds["memory"], link, link,
                     {"process": bounds["process"]},
                     "by formula from the GEMM, copy and link measured at the start; `plan.py --calibrate` measures curves")
@@ -45,17 +45,24 @@ def named_sheet(device: str) -> str:
     return next((name for name in SHEETS if name in device.lower()), "")
 
 
-def place(config: Config, gpus: int, device: str = "") -> tuple[Config, str]:
-    """`placement=auto`: the fastest placement of `gpus` ranks that fits, and why. Raises ConfigError if none does."""
-    known = config.plan.hardware or named_sheet(device)
+def place(config: Config, gpus: int, device: str = "", local: int = 0) -> tuple[Config, str]:
+    """`placement=auto`: the fastest placement that fits of `gpus` ranks, `local` on each machine, and why.
+
+    Raises ConfigError if there is none, or if the config allows none.
+    """
     if gpus == 1:
-        return costs.placed(config, (1, 1, 1, 1), colocated=True), "placement=auto: colocated, as one rank must be both"
+        alone = costs.placed(config, (1, 1, 1, 1), colocated=True)
+        check(alone)
+        return alone, "placement=auto: colocated, as one rank must be both"
+    known = config.plan.hardware or named_sheet(device)
     if not known:
         raise ConfigError("`placement` = auto needs to know the machine: measure it by `python plan.py CONFIG --calibrate FILE` "
                           "and set plan.hardware=FILE, or name one of its sheets")
+    if 0 < local < min(gpus, config.plan.gpus_per_node):  # several machines, smaller ones than the plan has
+        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, gpus_per_node=local))
     hardware, shape, mode = load_hardware(known), read_shape(config.model.path), costs.mode_of(config)
     found = {"split": costs.search(costs.placed(config, (1, 1, 1, gpus - 1)), shape, hardware, mode)}
-    if mode == "sync":
+    if mode == "sync" and config.publish.mode == "in_place":
         found["colocated"] = costs.search_colocated(costs.placed(config, (1, 1, 1, gpus), colocated=True), shape, hardware)
     fitting = {name: best for name, best in found.items() if best}
     if not fitting:
@@ -83,8 +90,7 @@ def seen(config: Config, rows: list[dict]) -> Workload:
 
 
 def compare(predicted: dict, rows: list[dict], mode: str) -> dict[str, tuple[float, float, str]]:
-    """(predicted, measured, unit) by quantity; measured are medians of metrics.jsonl's rows but the first, which warms up."""
-    rows = rows[1:] or rows
+    """(predicted, measured, unit) by quantity; measured are medians of metrics.jsonl's `rows`."""
 
     def median(*keys: str) -> float | None:
         found = [sum(row.get(key, 0.0) for key in keys) for row in rows if any(key in row for key in keys)]
@@ -93,17 +99,14 @@ def compare(predicted: dict, rows: list[dict], mode: str) -> dict[str, tuple[flo
     def spent(*kinds: str) -> float | None:
         return median(*(f"t_{role}_{kind}" for role in ROLES for kind in kinds))
 
-    memory = {side: kinds["total"] for side, kinds in predicted["memory_bytes"].items()}
-    peaks = {"learner": "mem_peak_mb", "actor": "mem_actor_peak_mb"}
-    if "colocated" in memory:
-        memory, peaks = {"colocated": memory["colocated"]}, {"colocated": "mem_peak_mb"}
+    peaks = {"learner": "mem_peak_mb", "actor": "mem_actor_peak_mb", "colocated": "mem_peak_mb"}
     pairs = {"step": (predicted["step_s"][mode], median("step_s"), "s"),
              "decode and prefill": (predicted["generate_s"], spent("decode", "prefill"), "s"),
              "learner": (predicted["train_s"], spent("forward", "backward", "optimizer"), "s"),
              "publication": (predicted["publish_now_s"], median("publish_s"), "s")}
-    for side, key in peaks.items():
-        highest = max((row[key] for row in rows if key in row), default=None)
-        pairs[f"peak memory, {side}"] = (memory[side], highest and highest * 1e6, "B")
+    for side, kinds in predicted["memory_bytes"].items():
+        highest = max((row[peaks[side]] for row in rows if peaks[side] in row), default=None)
+        pairs[f"peak memory, {side}"] = (kinds["total"], highest and highest * 1e6, "B")
     return {name: pair for name, pair in pairs.items() if pair[1]}
 
 
@@ -115,34 +118,48 @@ def comparison(found: dict[str, tuple[float, float, str]]) -> str:
 
 
 def afterwards(config: Config, rows: list[dict], hardware: Hardware) -> str:
-    """What a run ends with: each prediction for the lengths it had, beside what its `rows` of metrics.jsonl measured."""
-    case = dataclasses.replace(case_of(config), hardware=hardware, work=seen(config, rows[1:] or rows))
-    table = comparison(compare(derive(case).tree(), rows, costs.mode_of(config)))
-    return f"predicted for {hardware.name} ({hardware.origin}), and measured, medians of {len(rows)} steps:\n{table}"
+    """What a run ends with: each prediction for the lengths it had, beside what its `rows` of metrics.jsonl measured.
+
+    The first of several, which warms up, is left out; without any there is nothing to say.
+    """
+    warm = rows[1:] or rows
+    if not warm:
+        return "no step was run: nothing to hold against the predictions"
+    case = dataclasses.replace(case_of(config), hardware=hardware, work=seen(config, warm))
+    table = comparison(compare(derive(case).tree(), warm, costs.mode_of(config)))
+    return f"predicted for {hardware.name} ({hardware.origin}), and measured, medians of {len(warm)} steps:\n{table}"
 
 
 # The command line.
 
+def asked(argv: list[str]) -> Case:
+    """What a command line asks; `placement=auto` is decided for as many GPUs as its actors and learners are together."""
+    config = parse(argv)
+    if config.placement == "auto":
+        config, why = place(config, config.world_size, "h100")
+        print(why, file=sys.stderr)
+    return case_of(config)
+
+
 def sweep(argv: list[str], key: str, values: list[str], out: str) -> str:
     """A table with one line a value, and a PNG of the same."""
-    rows = []
+    rows, names = [], ("generate_s", "train_s", "publish_now_s", "step_s.sync", "step_s.one_step", "tokens_per_s_per_gpu",
+                       "dollars.step", "fits")
     for value in values:
-        config = parse([*argv, f"{key}={value}"])
-        entries = derive(case_of(config)).entries
-        rows.append({name: entries[name] for name in (
-            "generate_s", "train_s", "publish_now_s", "step_s.sync", "step_s.one_step", "tokens_per_s_per_gpu", "dollars.step",
-            "fits.actor", "fits.learner")})
+        entries = derive(asked([*argv, f"{key}={value}"])).entries
+        fitting = all(entry.value for name, entry in entries.items() if name.startswith("fits."))
+        rows.append({name: entries.get(name) for name in names} | {"fits": Entry(fitting, "", "", "")})
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
     for name in ("generate_s", "train_s", "step_s.sync", "step_s.one_step"):
-        axes.plot(values, [row[name].value for row in rows], "o-", label=name)
+        axes.plot(values, [row[name].value if row[name] else float("nan") for row in rows], "o-", label=name)
     axes.set(xlabel=key, ylabel="seconds a step", ylim=(0, None))
     axes.legend()
     figure.savefig(out, dpi=110)
-    lines = [f"{key:>24}" + "".join(f"{name:>22}" for name in rows[0])]
-    lines += [f"{value:>24}" + "".join(f"{show(entry.value, entry.unit):>22}" for entry in row.values())
+    lines = [f"{key:>24}" + "".join(f"{name:>22}" for name in names)]
+    lines += [f"{value:>24}" + "".join(f"{show(entry.value, entry.unit) if entry else '-':>22}" for entry in row.values())
               for value, row in zip(values, rows, strict=True)]
     return "\n".join([*lines, f"plot: {out}"])
 
@@ -207,7 +224,7 @@ def main(argv: list[str]) -> int:
             key, _, values = options.sweep.partition("=")
             print(sweep(options.config, key, values.split(","), options.plot))
             return 0
-        case = case_of(parse(options.config))
+        case = asked(options.config)
         if options.calibrate:
             from calibrate import calibrate  # torch, the engine and the learner: seconds to import
             print(calibrate(case.config, round(case.work.prompt), round(case.work.response), options.calibrate))

@@ -108,6 +108,11 @@ class Case:
         return self.config.actor.replicas * self.config.actor.tp, self.config.learner.replicas * self.config.learner.shards
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """How generating and learning can go together."""
+        return ("sync",) if self.config.placement == "colocated" else ("sync", "async", "one_step")
+
+    @property
     def engine(self) -> Costs:
         fp8 = self.config.actor.quantization == "fp8"
         return Costs(self.shape, self.hardware, self.config.actor.tp, itemsize(self.config), fp8)
@@ -179,9 +184,10 @@ def add_memory(sheet: Sheet, case: Case) -> None:
              "learner": learner_memory(config, shape, hardware, settings.replicas, settings.shards)}
     tokens, longest = sides["actor"]["kv"] / case.engine.kv, config.max_model_len
     if config.placement == "colocated":
-        sides["colocated"] = costs.colocated_memory(config, shape, hardware)
+        sides = {"colocated": costs.colocated_memory(config, shape, hardware)}
     for side, memory in sides.items():
-        sheet.under(f"MEMORY OF EACH {side.upper()} GPU, {gb(hardware.memory)}")
+        phase = f", while it {'learns' if 'gradients' in memory else 'generates'}, which takes more" if side == "colocated" else ""
+        sheet.under(f"MEMORY OF EACH {side.upper()} GPU, {gb(hardware.memory)}{phase}")
         for kind, value in memory.items():
             add(f"memory_bytes.{side}.{kind}", value, "B", *how[kind])
         add(f"memory_bytes.{side}.total", sum(memory.values()), "B", "sum")
@@ -215,7 +221,7 @@ def add_rollout(sheet: Sheet, case: Case) -> None:
     played = [costs.roll(engine, work, lengths[first::actor.replicas], slots) for first in range(actor.replicas)]
     slowest, full = max(played, key=lambda each: each.seconds), statistics.mean(each.full_s for each in played)
     derived = add("generate_derived_s", prefill + slowest.seconds, "s", f"the slowest engine, played through {slots} slots")
-    add("tail_loss", max(0.0, 1 - full / slowest.seconds), "%",
+    add("tail_loss", max(0.0, 1 - full / slowest.seconds) if slowest.seconds else 0.0, "%",
         f"1 - mean engine with its slots always full; lognormal, sigma {work.sigma:g}, cut at {work.cap:,}")
     add("generate_bound_s", prefill + slowest.full_s + slowest.longest_s, "s", "Q/K mu + L: always full, then the longest", "async")
     add("decode_tokens_per_gpu.derived", work.generated / gpus / derived, "token/s", f"{work.generated:,.0f} tokens, {gpus} GPUs")
@@ -263,9 +269,10 @@ def add_publication(sheet: Sheet, case: Case) -> None:
                 f"{show(wire[3], 's')}", "nccl")
     measured = hardware.curves.get("publish_s")
     now = add("publish_now_s", measured or sheet.value("publish_s.lanes"), "s", "measured, with proof" if measured else "lanes")
-    for mode, seconds, why in (("sync", now, "in place, both sides wait"), ("one_step", now, "in place, and actors prefill again"),
-                               ("async", 0.0, "staged behind decode, for one more copy of the weights")):
-        add(f"publish_exposed_s.{mode}", seconds, "s", why)
+    exposed = {"sync": (now, "in place, both sides wait"), "one_step": (now, "in place, and actors prefill again"),
+               "async": (0.0, "staged behind decode, for one more copy of the weights")}
+    for mode in case.modes:
+        add(f"publish_exposed_s.{mode}", exposed[mode][0], "s", exposed[mode][1])
 
 
 def add_modes(sheet: Sheet, case: Case) -> None:
@@ -274,14 +281,17 @@ def add_modes(sheet: Sheet, case: Case) -> None:
     running, gpus = work.running_context(), config.world_size
     prefilled = min(max(1, slots_of(config, case.shape, case.hardware, running)), work.count / config.actor.replicas) * running
     sheet.under("A STEP BY MODE")
-    again = case.engine.prefill(prefilled, running / 2)
-    add("reprefill_s", again, "s", f"{prefilled:,.0f} tokens that are running at a publication")
+    again, colocated = case.engine.prefill(prefilled, running / 2), config.placement == "colocated"
+    if not colocated:
+        add("reprefill_s", again, "s", f"{prefilled:,.0f} tokens that are running at a publication")
     beside = add("beside_s", curves.get("beside_s", 0.0) + curves.get("sample_s", 0.0) * work.count, "s",
                  f"messages, text, report: {'measured' if curves else 'not counted'}")
-    for mode, how in {"sync": "generate + train + publish + beside", "async": "max(generate, train) + beside",
-                      "one_step": "max(generate + reprefill, train) + publish + beside"}.items():
-        seconds = add(f"step_s.{mode}", costs.step_seconds(mode, generate, train, publish, again) + beside, "s", how, "async")
-        for side, spent in {"actors": generate + again * (mode == "one_step"), "learners": train}.items():
+    how = {"sync": "generate + train + publish + beside", "async": "max(generate, train) + beside",
+           "one_step": "max(generate + reprefill, train) + publish + beside"}
+    for mode in case.modes:
+        seconds = add(f"step_s.{mode}", costs.step_seconds(mode, generate, train, publish, again) + beside, "s", how[mode], "async")
+        work_s = {"actors": generate + again * (mode == "one_step"), "learners": train}
+        for side, spent in ({"ranks": sum(work_s.values())} if colocated else work_s).items():
             idle = 1 - (spent + sheet.value(f"publish_exposed_s.{mode}")) / seconds
             add(f"idle.{mode}.{side}", max(0.0, idle), "%", "1 - (own work + publication) / step")
     mode = costs.mode_of(config)
@@ -290,9 +300,11 @@ def add_modes(sheet: Sheet, case: Case) -> None:
     dollars = add("dollars.step", config.plan.dollars_per_gpu_hour * gpus / 3600 * seconds, "dollars",
                   f"{gpus} GPUs x {config.plan.dollars_per_gpu_hour:g} an hour, {mode}")
     add("dollars.run", dollars * config.steps, "dollars", f"x {config.steps} steps")
+    if colocated:
+        return
     sheet.under("SPLIT OF THE GPUS")
     field = costs.mean_field(config, case.shape, case.hardware, running)
-    searches = gpus > 2 and field < float("inf") and config.placement == "split"
+    searches = gpus > 2 and field < float("inf")
     best = costs.search(config, case.shape, case.hardware, mode, generate / field) if searches else None
     actors, learners = case.ranks
     if best:
@@ -303,7 +315,7 @@ def add_modes(sheet: Sheet, case: Case) -> None:
                                  ("shards", shards, f"{learners} learners")):
             add(f"placement.{key}", number, "", why)
     missing = ", as configured: NO placement fits" if searches and not best else ""
-    add("ratio", actors / learners, "", f"{actors} actors : {learners} learners{missing}, {config.placement}")
+    add("ratio", actors / learners, "", f"{actors} actors : {learners} learners{missing}")
     T, G, L = train * case.ranks[1], generate * case.ranks[0], work.cap * sheet.value("decode_step_s")
     add("learner_share_closed_form", T / (G + case.ranks[0] * L / (config.max_staleness + 1) + T), "%",
         f"of GPUs: T / (G + K L / (alpha + 1) + T), T {T:,.0f} and G {G:,.0f} GPU s, L {L:,.0f} s", "async")

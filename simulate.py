@@ -356,7 +356,7 @@ def main(argv: list[str]) -> int:
     """0, or 2 for a config that is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="*", help="a .yaml and section.key=value overrides")
-    parser.add_argument("--mode", choices=MODES, action="append", help="again for another one; default: all four")
+    parser.add_argument("--mode", choices=MODES, action="append", help="again for another one; default: all of the placement")
     parser.add_argument("--staleness", type=int, help="max_staleness of one_step and async")
     parser.add_argument("--update", choices=("recompute", "drain", "keep"), help="of running requests (async: keep)")
     parser.add_argument("--publish", choices=("in_place", "staged"), help="default in async: staged")
@@ -376,7 +376,7 @@ def main(argv: list[str]) -> int:
     sizes = [(int(size), spread) for size in (options.sweep_gpus or "").split(",") if size for spread in (False, True)]
     rows = []
     try:
-        for mode in options.mode or MODES:
+        for mode in options.mode or (["colocated"] if parse(options.config).placement == "colocated" else MODES):
             for gpus, spread in sizes or [(0, options.spread)]:
                 rows.append(simulate(scenario_of(options.config, options, mode, gpus, spread=spread), options.steps))
                 if not options.json:

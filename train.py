@@ -173,7 +173,8 @@ def run(config: Config, stack: ExitStack) -> None:
     """One rank's whole life. What a user can get wrong is checked before the first process group, then `stack` gets the watch."""
     if config.placement == "auto":
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        config, why = place(config, int(os.environ.get("WORLD_SIZE", 1)), device)
+        world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        config, why = place(config, world, device, local)
         if os.environ.get("RANK", "0") == "0":
             print(why, flush=True)
     start = prepare(config)

@@ -57,7 +57,7 @@ def main() -> None:
         work = seen(config, rows[1:])
         predicted = derive(dataclasses.replace(case_of(config), hardware=hardware, work=work)).tree()
         quiet = sorted(rows[1:], key=lambda row: row["step_s"])[:max(2, len(rows) // 4)]
-        found = compare(predicted, [rows[0], *quiet], "sync")
+        found = compare(predicted, quiet, "sync")
         for side, kinds in predicted["memory_bytes"].items():
             total, measured, unit = found.pop(f"peak memory, {side}")
             if name == "toy":

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,29 @@ def test_auto_placement_says_why():
     assert "4 x h200" in plan.place(parse(["placement=auto"]), 4, "NVIDIA H200")[1]
 
 
+def test_auto_placement_chooses_what_the_config_allows():
+    """A choice that is refused afterwards, or cannot run on these machines, is one that a user cannot act on."""
+    small = [YAML, "placement=auto", "model.path=configs/toy", "max_staleness=0"]
+    assert plan.place(parse([*small, "exact=true", "model.dtype=float32", "actor.tp=1"]), 8)[0].actor.tp == 1
+    free = plan.place(parse(small), 8)[0]
+    assert free.placement == "colocated" and plan.place(parse([*small, "publish.mode=staged"]), 8)[0].placement == "split"
+    large = parse([YAML, "placement=auto", "max_staleness=0", "actor.release_memory=true", "actor.kv_memory_fraction=0.3"])
+    assert plan.place(large, 64, local=8)[0].actor.tp == 8 and plan.place(large, 64, local=4)[0].actor.tp <= 4
+    with pytest.raises(ConfigError, match="`max_staleness` = 1 with `placement` = colocated"):
+        plan.place(parse(["placement=auto", "max_staleness=1"]), 1)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_the_page_of_a_colocated_run(released):
+    """All GPUs work in both phases: no GPU is an actor's alone, none idles for the other side, and no mode overlaps."""
+    found = predicted("placement=colocated", "max_staleness=0", "actor.replicas=8", "learner.shards=64",
+                      "actor.kv_memory_fraction=0.3", f"actor.release_memory={released}")
+    assert found["memory_bytes"].keys() == found["fits"].keys() == {"colocated"} and found["fits"]["colocated"] == released
+    assert found["step_s"] == {"sync": found["generate_s"] + found["train_s"] + found["publish_now_s"]}
+    assert found["idle"] == {"sync": {"ranks": pytest.approx(0.0, abs=1e-9)}} and "ratio" not in found
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(512 * 16 * 4096 / found["step_s"]["sync"] / 64)
+
+
 # --- memory
 
 
@@ -396,10 +420,35 @@ def test_along_is_piecewise_linear():
 def test_comparison_names_predicted_measured_and_error(seventy):
     row = {"step_s": 2000.0, "staleness_max": 0, "t_actor_decode": 1000.0, "t_actor_prefill": 21.0, "t_learner_forward": 300.0,
            "t_learner_backward": 700.0, "t_learner_optimizer": 160.0, "publish_s": 1.412, "mem_actor_peak_mb": 80e3}
-    found = plan.compare(seventy, [row | {"step_s": 9e9}, row, row], "sync")
+    found = plan.compare(seventy, [row, row | {"step_s": 9e9}, row], "sync")
     lines = {line[:20].strip(): line.split()[-1] for line in plan.comparison(found).splitlines()}
     assert lines["step"] == "+21.5%" and lines["decode and prefill"] == "+24.5%" and lines["learner"] == "-0.1%"
     assert lines["publication"] == "-50.0%" and lines["peak memory, actor"] == "-6.7%" and "peak memory, learner" not in lines
+
+
+def test_a_run_is_compared_without_its_first_step_if_it_has_others():
+    """Kernels are compiled in the first step; a run of none, or one that had nothing left to do, must end all the same."""
+    config, machine = parse(["configs/toy.yaml", "placement=colocated"]), load_hardware("h100")
+    row = {"prompt_len": 5.0, "response_len": 5.0, "truncated": 0.0, "step_s": 2.0, "t_colocated_decode": 1.0, "mem_peak_mb": 600.0}
+    assert plan.afterwards(config, [], machine) == "no step was run: nothing to hold against the predictions"
+    for rows, steps in (([row], 1), ([row | {"step_s": 7.0}, row, row], 2)):
+        table = plan.afterwards(config, rows, machine)
+        assert f"medians of {steps} steps" in table and re.search(r"step +\S+ \w+ +2 s", table)
+
+
+@pytest.mark.parametrize("length, cut", [(1.0, 1.0), (8.0, 1.0), (1.5, 0.0)])
+def test_a_run_of_any_lengths_is_compared(length, cut):
+    """Answers of one token, which come out of the prefill without a decode step, or all of them cut."""
+    row = {"prompt_len": 1.0, "response_len": length, "truncated": cut, "step_s": 2.0}
+    assert "2 s" in plan.afterwards(parse(["configs/toy.yaml"]), [row], load_hardware("h100"))
+
+
+def test_a_lone_rank_publishes_at_the_speed_of_a_copy():
+    """It has no link: infinite bytes a second would predict nothing at all."""
+    config = parse(["configs/toy.yaml", "placement=colocated"])
+    machine = plan.machine_of(config, "2 CPU cores", {"flops": 1e11, "bandwidth": 8e9, "link": 0.0, "memory": 8e9, "process": 1e8})
+    case = dataclasses.replace(case_of(config), hardware=machine)
+    assert predict(case.config, case.shape, machine, case.work)["publish_now_s"] == pytest.approx(102720 * 4 * 4 / 8e9)
 
 
 def main(*arguments: str) -> subprocess.CompletedProcess:
@@ -419,6 +468,11 @@ def test_command_line(tmp_path):
     assert "69,501,714,432 + 4 x 80 x 64 x 128 x 3,072 keys" in explained and "arxiv.org" in explained
     swept = main(YAML, "--sweep", "actor.max_num_seqs=64,128,256", "--plot", str(tmp_path / "sweep.png"))
     assert len(swept.stdout.splitlines()) == 5 and (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    both = main(YAML, "max_staleness=0", "actor.replicas=5", "--sweep", "placement=split,colocated,auto", "--plot",
+                str(tmp_path / "both.png"))
+    cells = [line.split() for line in both.stdout.splitlines()]
+    assert [row[0] for row in cells[1:4]] == ["split", "colocated", "auto"] and [row.count("-") for row in cells[1:4]] == [0, 1, 0]
+    assert both.stderr.startswith("placement=auto, sync, 80 x h100")
     for wrong, message in ((("plan.hardware=h300",), "a100, h100, h200, b200"), (("--explain", "speed"), "generate_s")):
         refused = main(YAML, *wrong)
         assert refused.returncode == 2 and message in refused.stderr
@@ -433,7 +487,7 @@ def test_command_line(tmp_path):
 def test_calibration_measures_this_machine(tmp_path):
     """Every curve is there, rises, and makes a prediction that is of this machine."""
     file = tmp_path / "here.json"
-    done = main("configs/toy.yaml", "--calibrate", str(file))
+    done = main("configs/toy.yaml", "placement=colocated", "--calibrate", str(file))  # which asks for a publication all the same
     assert done.returncode == 0, done.stderr
     machine = load_hardware(str(file))
     for name in ("prefill", "decode", "forward", "backward", "broadcast"):

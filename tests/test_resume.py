@@ -190,6 +190,25 @@ def test_an_async_run_keeps_its_bound_its_order_and_its_finished_groups(tmp_path
 
 
 @pytest.mark.long
+def test_a_stale_run_goes_on_colocated_and_on_policy(tmp_path):
+    """Groups that older weights had finished are no sample of an on-policy step: they start again, as themselves."""
+    run_dir, settings = tmp_path / "run", ("steps=7", "checkpoint.every=1", "checkpoint.keep=9", "log.samples_per_step=99")
+    ok(start(2, run_dir, "max_staleness=1", "actor.max_num_seqs=4", "learner.epochs=2", *settings))
+    ages = {path: [step - header["oldest"] for _, step, _, header in read_state(path)["arrived"]] for path in complete(run_dir)}
+    saved = next(path for path, old in ages.items() if any(old))
+    for path in ages:
+        if path.name > saved.name:
+            shutil.rmtree(path)
+    done = start(1, run_dir, "placement=colocated", *settings)
+    ok(done)
+    assert f"{ages[saved].count(0)} finished groups kept" in done.stdout
+    version = int(saved.name.removeprefix("step-"))
+    later = [row for row in rows(run_dir, "rollouts.jsonl") if row["step"] >= version]
+    assert sorted((row["group"], row["sample"]) for row in later) == [(g, n) for g in range(2 * version, 14) for n in range(4)]
+    assert all(set(row["versions"]) == {row["step"]} and row["step"] == row["group"] // 2 for row in later)
+
+
+@pytest.mark.long
 def test_preference_runs_go_on_too(tmp_path):
     """DPO: moments, cursor and the best evaluation are there again; metrics equal an uninterrupted run's bit for bit."""
     data = [{"prompt": f"{number}>", "chosen": str(number), "rejected": str(9999 - number)} for number in range(1000, 1040)]

@@ -16,7 +16,9 @@ import simulate
 from config import ConfigError
 from costs import Workload
 from fleet import IDLE_S, POLL_S, Scenario, best_interval, goodput, scaled
+from hardware import load_hardware
 from settings import parse
+from shape import read_shape
 from sheet import case_of
 from simulate import Run
 
@@ -236,3 +238,14 @@ def test_command_line(tmp_path: Path):
     row, = json.loads(done.stdout)
     assert row["tokens_per_s_per_gpu"] * row["step_s"] * row["gpus"] == pytest.approx(8 * 4 * 3)
     assert simulate.main([*SMALL, "--sweep-gpus", "3"]) == 2
+
+
+def test_a_colocated_config_is_simulated_as_that(capsys):
+    """Its GPUs are both sides: played as one of each, it would have twice the GPUs that it counts."""
+    both = [*SMALL, "placement=colocated", "actor.replicas=2", "actor.tp=1", "learner.shards=2", "actor.kv_blocks=0"]
+    assert simulate.main([*both, "--steps", "1"]) == 0
+    assert [text.split()[:2] for text in capsys.readouterr().out.splitlines()[1:]] == [["2", "colocated"]]
+    assert simulate.main([*both, "--mode", "sync"]) == simulate.main([*SMALL, "placement=auto"]) == 2
+    config, shape, machine = parse(both), read_shape("configs/toy"), load_hardware("h100")
+    pool = Scenario(scaled(config, 2, "colocated"), shape, machine, 2, "colocated").scheduler().capacity
+    assert pool == 16 * config.max_model_len, "masters and moments of a toy leave room for all slots at their longest"
