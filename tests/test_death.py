@@ -80,7 +80,7 @@ PHASES = {
     "learner": {"idle": "wait_rollouts|publish", "publish": "publish", "backward": "backward", "checkpoint": "checkpoint",
                 "writing": r"\w+"},
     "actor": {"idle": "wait_prompts", "decode": "decode", "publish": "publish"}}
-PHASES["colocated"] = PHASES["learner"] | {"idle": "wait_prompts|wait_rollouts|publish", "decode": "decode"}
+PHASES["colocated"] = PHASES["learner"] | {"idle": "wait_prompts|wait_rollouts|publish|report", "decode": "decode"}
 COUNTS = {"idle": 20, "writing": 2, "checkpoint": 2, "decode": 9, "publish": 2, "backward": 9}
 FATES = {KILL: "died", STOP: r"has been silent for \d+ s"}
 
