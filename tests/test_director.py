@@ -151,7 +151,7 @@ def test_without_resampling_every_group_trains():
 
 
 def test_what_a_checkpoint_kept_is_held_to_the_bound_of_now(tmp_path):
-    """Saved one step off, gone on with on-policy: of two finished groups of step 3 one saw version 2, and the one of step 4 will
+    """Saved two steps off, gone on with on-policy: of two finished groups of step 3 one saw version 2, and the one of step 4 will
     be too old when its turn comes. Both start again from their rows, under the weights of their steps."""
     rewards, folder = [1.0, 0.0, 0.0, 1.0], tmp_path / "step-3"
     finished = [[group, step, "trained", {"group": group, "row": group + 50, "rank": 1, "error": "", "rewards": rewards,
