@@ -192,11 +192,14 @@ def test_a_colocated_rank_gone_anywhere(tmp_path, rank, place, number):
 
 
 @pytest.mark.long
-def test_two_lanes_of_one_engine(tmp_path):
+@pytest.mark.parametrize(("world", "settings", "line"), [
+    (3, (), r"rank 2 \(actor, decode\) died; rank 0 \(learner, wait_rollouts\)"),
+    (2, ("placement=colocated", "learner.shards=2"), r"rank 1 \(colocated, decode\) died; rank 0 \(colocated, \w+\)")])
+def test_two_lanes_of_one_engine(tmp_path, world, settings, line):
     """A lane that is not the leader dies: its leader is in an all-reduce with it."""
-    job = Job(3, tmp_path / "run", LIMIT, "actor.tp=2", die=[[2, "decode", 9, KILL]])
-    line = job.wait()
-    assert line.startswith("rank 2 (actor, decode) died; rank 0 (learner, wait_rollouts)"), line
+    job = Job(world, tmp_path / "run", LIMIT, "actor.tp=2", *settings, die=[[world - 1, "decode", 9, KILL]])
+    said = job.wait()
+    assert re.match(line, said), said
 
 
 @pytest.mark.long
