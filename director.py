@@ -97,26 +97,23 @@ class Director:
         return state, {group: self.channel.fetch(f"payload/{group}", "its own payloads") for group in arrived}
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts.
-
-        So do those that are too old for a `max_staleness` that was lowered since.
-        """
+        """Go on where a checkpoint was made: finished groups are back in the store, unfinished ones start from their prompts, and
+        so do those that are too old for their step because max_staleness was higher then."""
         state = read_state(checkpoint)
-        old = [entry for entry in state["arrived"] if entry[1] - entry[3]["oldest"] > self.config.max_staleness]
-        arrived = [entry for entry in state["arrived"] if entry not in old]
-        running = state["running"] + [[group, step, header["row"]] for group, step, _, header in old]
         self.next_group, self.best = state["next_group"], state["best"]
         self.filtered.update(dict(state["filtered"]))
-        self.gate.restore(version_of(checkpoint), {group: step for group, step, _ in running},
-                          {group: (step, outcome) for group, step, outcome, _ in arrived})
-        for group, _, _, header in arrived:
-            self.headers[group] = header
+        again, kept = {group: (step, row) for group, step, row in state["running"]}, {}
+        for group, step, outcome, header in state["arrived"]:
+            if step - header["oldest"] > self.config.max_staleness:
+                again[group] = step, header["row"]
+                continue
+            kept[group], self.headers[group] = (step, outcome), header
             self.channel.put(f"payload/{group}", read_payload(checkpoint, group))
-        self.send_prompts([self.training_message(group, self.prompts.encode(row), step)
-                           for group, step, row in running])
+        self.gate.restore(version_of(checkpoint), {group: step for group, (step, _) in again.items()}, kept)
+        self.send_prompts([self.training_message(group, self.prompts.encode(row), step) for group, (step, row) in again.items()])
         left = self.config.steps - self.gate.version
-        self.note(f"going on from {checkpoint}: {len(arrived)} finished groups kept, {len(running)} started "
-                  "again; " + (f"{left} steps left" if left > 0 else "nothing left to train; raise steps, or set resume=never"))
+        self.note(f"going on from {checkpoint}: {len(kept)} finished groups kept, {len(again)} started again; "
+                  + (f"{left} steps left" if left > 0 else "nothing left to train; raise steps, or set resume=never"))
 
     def started(self, publish: dict[str, float]) -> None:
         """The first version is live on all actors: drop their accounts of the start-up, and start the step clock."""

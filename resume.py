@@ -1,7 +1,7 @@
 """What a run needs to go on after its processes died: saved beside the training, found again at the next start.
 
     RUN/checkpoints/step-N/   *.safetensors   masters and moments of every trained model, cut as the ranks held them
-                              state.json      version, data cursor, groups that were out or finished, and what the config was
+                              state.json      config, data cursor, the release gate, headers of finished groups, best evaluation
                               group-G.safetensors   finished groups that no step has trained on yet, whole
 
 A 70B's is 847 GB (fp32 masters and two moments): 21 GB a rank on 40 learners. The step stops only while shards are copied to host

@@ -21,6 +21,7 @@ import train
 from runner import Runner
 from sync import Publisher
 
+PUBLICATIONS = ("send", "receive", "exchange")  # of a learner, an actor, a colocated rank
 SEEN_S = 2.2  # two beats of the watch, after which the others have heard of the phase
 sleep = time.sleep
 
@@ -56,14 +57,14 @@ def at(place: str, count: int, number: int) -> None:
 
     if place == "idle":  # once the first version is live
         waits, live = ("turn", "collect", "wait_until"), []
-        for name in ("send", "receive"):
+        for name in PUBLICATIONS:
             wrap(Publisher, name, when=lambda _, version, *__: live.append(version))
         wrap(time, "sleep", when=lambda *_: live and sys._getframe(2).f_code.co_name in waits)
     elif place == "decode":
         wrap(Runner, "compute", when=lambda runner, batch: all(request.num_scheduled == 1 for request in batch))
     elif place == "publish":  # after the first, and not where the link is measured
         versions = []
-        for name in ("send", "receive"):
+        for name in PUBLICATIONS:
             wrap(Publisher, name, before=True, when=lambda _, version, *__: versions.append(version))
         wrap(Publisher, "_broadcast", when=lambda *_: versions and versions[-1] > 0)
     elif place == "backward":

@@ -76,11 +76,11 @@ class Job:
             time.sleep(0.1)
 
 
-PHASES = {"idle": {"learner": "wait_rollouts|publish", "actor": "wait_prompts"}, "decode": {"actor": "decode"},
-          "publish": {"learner": "publish", "actor": "publish"}, "backward": {"learner": "backward"},
-          "checkpoint": {"learner": "checkpoint"}, "writing": {"learner": r"\w+"}}
-
-
+PHASES = {
+    "learner": {"idle": "wait_rollouts|publish", "publish": "publish", "backward": "backward", "checkpoint": "checkpoint",
+                "writing": r"\w+"},
+    "actor": {"idle": "wait_prompts", "decode": "decode", "publish": "publish"}}
+PHASES["colocated"] = PHASES["learner"] | {"idle": "wait_prompts|wait_rollouts|publish|report", "decode": "decode"}
 COUNTS = {"idle": 20, "writing": 2, "checkpoint": 2, "decode": 9, "publish": 2, "backward": 9}
 FATES = {KILL: "died", STOP: r"has been silent for \d+ s"}
 
@@ -89,7 +89,7 @@ def check_named(tmp_path: Path, world: int, rank: int, role: str, place: str, nu
     """One line names the rank, its role and its phase, by rank 0 or, where it is rank 0 that is gone, by rank 1."""
     job = Job(world, tmp_path / "run", LIMIT, *overrides, die=[[rank, place, COUNTS[place], number]])
     line = job.wait()
-    witness, phase = 0 if rank else 1, PHASES[place][role]
+    witness, phase = 0 if rank else 1, PHASES[role][place]
     assert re.match(rf"rank {rank} \({role}, ({phase})\) {FATES[number]}; rank {witness} \(\w+, \w+\) ends the job$", line), line
 
 
@@ -110,17 +110,19 @@ def test_a_stopped_actor_ends_the_job_within_the_limit(tmp_path):
     check_named(tmp_path, 2, 1, "actor", "decode", STOP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_the_job_ends_at_a_signal(tmp_path, number):
+@pytest.mark.parametrize(("number", "role"), [
+    (signal.SIGTERM, "learner"), *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (signal.SIGINT, "learner"), (signal.SIGTERM, "colocated"), (signal.SIGINT, "colocated")))])
+def test_the_job_ends_at_a_signal(tmp_path, number, role):
     """A scheduler's SIGTERM to torchrun, and Ctrl-C, which the terminal sends to every process of the group."""
-    job = Job(2, tmp_path / "run", LIMIT)
+    job = Job(2, tmp_path / "run", LIMIT, *(COLOCATED if role == "colocated" else ()))
     job.until_step(tmp_path / "run", 2)
     if number == signal.SIGTERM:
         job.process.terminate()
     else:
         os.killpg(job.process.pid, number)
     line = job.wait()
-    assert re.match(rf"rank 0 \(learner, \w+\) stopped by {number.name}$", line), line
+    assert re.match(rf"rank 0 \({role}, \w+\) stopped by {number.name}$", line), line
 
 
 def test_a_full_disk_ends_the_job_with_the_file_it_met(tmp_path):
@@ -161,11 +163,9 @@ def test_nccl_limits(monkeypatch, tmp_path):
 
 # --- the whole matrix
 
-MATRIX = [(rank, role, place) for rank, role, places in (
-    (0, "learner", ("idle", "publish", "backward", "checkpoint", "writing")),
-    (1, "learner", ("idle", "publish", "backward", "checkpoint", "writing")),
-    (2, "actor", ("idle", "decode", "publish")), (3, "actor", ("idle", "decode", "publish"))) for place in places]
+MATRIX = [(rank, role, place) for rank, role in enumerate(("learner", "learner", "actor", "actor")) for place in PHASES[role]]
 FOUR = ("learner.shards=2", "actor.replicas=2")
+COLOCATED = ("placement=colocated", *FOUR)  # the same on two ranks
 
 
 @pytest.mark.long
@@ -183,11 +183,23 @@ def test_any_rank_stopped_anywhere(tmp_path, rank, role, place):
 
 
 @pytest.mark.long
-def test_two_lanes_of_one_engine(tmp_path):
+@pytest.mark.parametrize("number", [KILL, STOP])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PHASES["colocated"])
+def test_a_colocated_rank_gone_anywhere(tmp_path, rank, place, number):
+    """Learner and engine at once: the phase tells which of the two it was."""
+    check_named(tmp_path, 2, rank, "colocated", place, number, *COLOCATED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "settings", "line"), [
+    (3, (), r"rank 2 \(actor, decode\) died; rank 0 \(learner, wait_rollouts\)"),
+    (2, ("placement=colocated", "learner.shards=2"), r"rank 1 \(colocated, decode\) died; rank 0 \(colocated, \w+\)")])
+def test_two_lanes_of_one_engine(tmp_path, world, settings, line):
     """A lane that is not the leader dies: its leader is in an all-reduce with it."""
-    job = Job(3, tmp_path / "run", LIMIT, "actor.tp=2", die=[[2, "decode", 9, KILL]])
-    line = job.wait()
-    assert line.startswith("rank 2 (actor, decode) died; rank 0 (learner, wait_rollouts)"), line
+    job = Job(world, tmp_path / "run", LIMIT, "actor.tp=2", *settings, die=[[world - 1, "decode", 9, KILL]])
+    said = job.wait()
+    assert re.match(line, said), said
 
 
 @pytest.mark.long

@@ -50,6 +50,9 @@ class Script:
     def wait(self, queue: str, what: str) -> dict:
         return self.late.pop()
 
+    def put(self, key: str, data: bytes) -> None:
+        self.sent[key] = data
+
     def drop(self, key: str) -> None:
         self.dropped.append(key)
 
@@ -62,7 +65,10 @@ class Rows:
 
     def draw(self) -> Prompt:
         self.drawn += 1
-        return Prompt([3, 4, 5], "12>", {}, self.drawn - 1)
+        return self.encode(self.drawn - 1)
+
+    def encode(self, row: int) -> Prompt:
+        return Prompt([3, 4, 5], "12>", {}, row)
 
 
 def directed(config: Config, rewards, found=None) -> Director:
@@ -139,6 +145,34 @@ def test_without_resampling_every_group_trains():
     director = directed(config_of(), lambda row: [0.5] * 4)
     director.assign()
     assert director.gate.groups() == [0, 1, 2, 3] and director.prompts.drawn == 4 and not any(director.filtered.values())
+
+
+# --- a checkpoint
+
+
+def test_what_a_checkpoint_kept_is_held_to_the_bound_of_now(tmp_path):
+    """Saved two steps off, gone on with on-policy: of two finished groups of step 3 one saw version 2, and the one of step 4 will
+    be too old when its turn comes. Both start again from their rows, under the weights of their steps."""
+    rewards, folder = [1.0, 0.0, 0.0, 1.0], tmp_path / "step-3"
+    finished = [[group, step, "trained", {"group": group, "row": group + 50, "rank": 1, "error": "", "rewards": rewards,
+                                          "parts": [rewards], "lengths": [[4, 1]] * 4, "oldest": oldest, "reasons": ["stop"] * 4}]
+                for group, step, oldest in ((6, 3, 3), (7, 3, 2), (8, 4, 3))]
+    folder.mkdir()
+    for group in (6, 7, 8):
+        (folder / f"group-{group}.safetensors").write_bytes(b"%d" % group)
+    (folder / "state.json").write_text(json.dumps({"next_group": 10, "best": None, "filtered": [], "running": [[9, 4, 59]],
+                                                   "arrived": finished}))
+    director, notes = directed(config_of(prompts=2), lambda row: [0.5, 0.0, 0.5, 0.0]), []
+    director.note = notes.append
+    director.restore(folder)
+    assert director.channel.sent == {"payload/6": b"6"} and "1 finished groups kept, 3 started again" in notes[0]
+    asked = [(header["group"], header["row"], header["oldest"]) for header in director.channel.headers]
+    assert sorted(asked) == [(7, 57, 3), (8, 58, 4), (9, 59, 4)]
+    for groups in ([6, 7], [8, 9]):
+        director.assign()
+        assert director.gate.groups() == groups and director.next_group == 10
+        director.gate.train()
+    assert [director.headers[group]["rewards"][0] for group in (6, 7, 8, 9)] == [1.0, 0.5, 0.5, 0.5]
 
 
 # --- credit

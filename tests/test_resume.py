@@ -28,6 +28,8 @@ from shape import read_shape
 
 SMALL = ("configs/toy.yaml", "eval.every=0", "log.trackers=[]", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4",
          "collective_timeout_s=60")
+COLOCATED = ("placement=colocated", "learner.shards=2", "actor.replicas=2")  # two ranks
+SPLIT, ALONE = (2,), (1, "placement=colocated")  # ranks, settings
 KILL, SAVE, PAUSE = 9, 10, 28  # SIGKILL, SIGUSR1, and SIGWINCH, which does nothing: the wait before it lets a checkpoint be written
 
 
@@ -95,23 +97,51 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been_on_other_actors_too(undistur
 
 
 @pytest.mark.long
-def test_torchrun_starts_a_killed_run_again_by_itself(undisturbed, tmp_path):
-    """--max-restarts 3: an actor dies while it decodes, rank 0 in a publication, then as it completes a checkpoint. Each time all
+def test_a_colocated_rank_is_started_again_by_torchrun_alone(undisturbed, tmp_path):
+    """Nobody is left to say a line or to keep the store. It goes on, and has the metrics of the split run."""
+    done = start(1, tmp_path / "run", "exact=true", "placement=colocated", "steps=4", "checkpoint.every=1", restarts=1,
+                 die=[[[0, "backward", 4, KILL]]])
+    ok(done)
+    assert re.search(rf"^going on from {tmp_path}/run/checkpoints/step-[23]:", done.stdout, re.M)
+    assert without_memory(rows(tmp_path / "run")) == without_memory(rows(undisturbed))[:4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("settings", "roles"), [((), ("learner", "actor")), (COLOCATED, ("colocated", "colocated"))])
+def test_torchrun_starts_a_killed_run_again_by_itself(undisturbed, tmp_path, settings, roles):
+    """--max-restarts 3: rank 1 dies while it decodes, rank 0 in a publication, then as it completes a checkpoint. Each time all
     go on from the last complete one: the store's keys are a new attempt's, and metrics equal the undisturbed run's bit for bit."""
-    run_dir = tmp_path / "run"
-    done = start(2, run_dir, "exact=true", "steps=7", "checkpoint.every=2", restarts=3,
+    run_dir, whole = tmp_path / "run", undisturbed
+    if settings:  # two shards sum in another order than one
+        whole = tmp_path / "whole"
+        ok(start(2, whole, "exact=true", "steps=7", *settings))
+    done = start(2, run_dir, "exact=true", "steps=7", "checkpoint.every=2", *settings, restarts=3,
                  die=[[[1, "decode", 9, KILL]], [[0, "publish", 3, KILL]], [[0, "renaming", 1, KILL]]])
     ok(done)
     lines = [line for line in done.stderr.splitlines() if " died; " in line]
-    dead = [r"rank 1 \(actor, decode\)", r"rank 0 \(learner, publish\)", r"rank 0 \(learner, \w+\)"]
+    dead = [rf"rank 1 \({roles[1]}, decode\)", rf"rank 0 \({roles[0]}, publish\)", rf"rank 0 \({roles[0]}, \w+\)"]
     assert len(lines) == 3 and all(re.match(*pair) for pair in zip(dead, lines, strict=True)), lines
-    assert without_memory(rows(run_dir)) == without_memory(rows(undisturbed))
+    assert without_memory(rows(run_dir)) == without_memory(rows(whole))
     trained = 0
     for words in re.findall(r"^(?:step +(\d+)/7|going on from .*/step-(\d+))", done.stdout, re.M):
         if words[0]:
             trained = int(words[0])
         else:
             assert trained - 4 < int(words[1]) <= trained, "at most an interval, and the one that was being written"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", [(SPLIT, ALONE), (ALONE, SPLIT), (ALONE, ALONE)])
+def test_a_run_goes_on_in_either_placement(undisturbed, tmp_path, layouts):
+    """Saved at SIGUSR1, killed, and gone on with by other roles: exact metrics are those of a split run that nobody killed."""
+    (first, *settings), (second, *others) = layouts
+    run_dir = tmp_path / "run"
+    done = start(first, run_dir, "exact=true", "steps=7", "checkpoint.every=0", *settings,
+                 die=[[0, "backward", 2, SAVE], [0, "backward", 4, PAUSE], [0, "backward", 5, KILL]])
+    assert done.returncode != 0 and len(rows(run_dir)) == 4
+    assert [path.name for path in complete(run_dir)] == ["step-3"]
+    ok(start(second, run_dir, "exact=true", "steps=7", *others))
+    assert without_memory(rows(run_dir)) == without_memory(rows(undisturbed))
 
 
 @pytest.mark.long
@@ -190,22 +220,23 @@ def test_an_async_run_keeps_its_bound_its_order_and_its_finished_groups(tmp_path
 
 
 @pytest.mark.long
-def test_a_stale_run_goes_on_colocated_and_on_policy(tmp_path):
-    """Groups that older weights had finished are no sample of an on-policy step: they start again, as themselves."""
-    run_dir, settings = tmp_path / "run", ("steps=7", "checkpoint.every=1", "checkpoint.keep=9", "log.samples_per_step=99")
-    ok(start(2, run_dir, "max_staleness=1", "actor.max_num_seqs=4", "learner.epochs=2", *settings))
-    ages = {path: [step - header["oldest"] for _, step, _, header in read_state(path)["arrived"]] for path in complete(run_dir)}
-    saved = next(path for path, old in ages.items() if any(old))
-    for path in ages:
-        if path.name > saved.name:
-            shutil.rmtree(path)
-    done = start(1, run_dir, "placement=colocated", *settings)
-    ok(done)
-    assert f"{ages[saved].count(0)} finished groups kept" in done.stdout
-    version = int(saved.name.removeprefix("step-"))
-    later = [row for row in rows(run_dir, "rollouts.jsonl") if row["step"] >= version]
-    assert sorted((row["group"], row["sample"]) for row in later) == [(g, n) for g in range(2 * version, 14) for n in range(4)]
-    assert all(set(row["versions"]) == {row["step"]} and row["step"] == row["group"] // 2 for row in later)
+def test_an_async_run_goes_on_colocated(tmp_path):
+    """On-policy from then on: what had been finished under older weights is sampled again, and each group ends once."""
+    run_dir = tmp_path / "run"
+    done = start(2, run_dir, "max_staleness=1", "steps=7", "checkpoint.every=1", "checkpoint.keep=9", "actor.max_num_seqs=4",
+                 "learner.epochs=2", die=[[0, "backward", 13, KILL]])
+    assert done.returncode != 0
+    saved = complete(run_dir)
+    too_old = [path for path in saved if any(header["oldest"] < step for _, step, _, header in read_state(path)["arrived"])]
+    assert too_old, "no checkpoint caught a finished group: nothing is tested"
+    for path in saved[saved.index(too_old[0]) + 1:]:
+        shutil.rmtree(path)
+    version = int(too_old[0].name.removeprefix("step-"))
+    ok(start(1, run_dir, "placement=colocated", "actor.release_memory=true", "steps=7", "log.samples_per_step=99"))
+    metrics, samples = rows(run_dir), rows(run_dir, "rollouts.jsonl")
+    assert [row["step"] for row in metrics] == list(range(7)) and {row["staleness_max"] for row in metrics[version + 1:]} == {0}
+    ended = Counter((row["step"], row["group"]) for row in samples if row["step"] >= version)
+    assert ended == {(group // 2, group): 4 for group in range(2 * version, 14)}
 
 
 @pytest.mark.long
