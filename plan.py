@@ -127,7 +127,8 @@ def afterwards(config: Config, rows: list[dict], hardware: Hardware) -> str:
         return "no step was run: nothing to hold against the predictions"
     case = dataclasses.replace(case_of(config), hardware=hardware, work=seen(config, warm))
     table = comparison(compare(derive(case).tree(), warm, costs.mode_of(config)))
-    return f"predicted for {hardware.name} ({hardware.origin}), and measured, medians of {len(warm)} steps:\n{table}"
+    steps = f"medians of {len(warm)} steps" if len(warm) > 1 else "one step"
+    return f"predicted for {hardware.name} ({hardware.origin}), and measured, {steps}:\n{table}"
 
 
 # The command line.

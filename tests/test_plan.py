@@ -431,9 +431,9 @@ def test_a_run_is_compared_without_its_first_step_if_it_has_others():
     config, machine = parse(["configs/toy.yaml", "placement=colocated"]), load_hardware("h100")
     row = {"prompt_len": 5.0, "response_len": 5.0, "truncated": 0.0, "step_s": 2.0, "t_colocated_decode": 1.0, "mem_peak_mb": 600.0}
     assert plan.afterwards(config, [], machine) == "no step was run: nothing to hold against the predictions"
-    for rows, steps in (([row], 1), ([row | {"step_s": 7.0}, row, row], 2)):
+    for rows, steps in (([row], "one step"), ([row | {"step_s": 7.0}, row, row], "medians of 2 steps")):
         table = plan.afterwards(config, rows, machine)
-        assert f"medians of {steps} steps" in table and re.search(r"step +\S+ \w+ +2 s", table)
+        assert steps in table and re.search(r"step +\S+ \w+ +2 s", table)
 
 
 @pytest.mark.parametrize("length, cut", [(1.0, 1.0), (8.0, 1.0), (1.5, 0.0)])
