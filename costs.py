@@ -23,7 +23,7 @@ from shape import Shape
 COMMUNICATOR = 16 * 2 * 4 * 2**20  # bytes: 16 channels x send and receive x NCCL_BUFFSIZE
 GRAPH = 8 * 2**20  # bytes of a captured decode step: nodes and their parameters
 CONTEXT = 0.6e9  # bytes of a CUDA context and libraries' workspaces
-KEPT = ("masters", "moments", "reference")  # of a colocated learner, while its engine generates
+KEPT = ("masters", "moments", "reference", "critic", "reward_model")  # of a colocated learner, while its engine generates
 USABLE = 0.95  # of the memory; the rest is lost between the allocator's blocks
 
 
@@ -201,13 +201,19 @@ def train_seconds(config: Config, shape: Shape, hardware: Hardware, work: Worklo
         each = mine / micro_batches
         return Training(micro_batches, micro_batches * (along(curves["forward"], each) + along(curves["backward"], each)), 0.0,
                         curves["optimizer_s"])
-    flops = learner_flops(shape, work) * (4 / 3 if config.algorithm.kl_coef else 1)
+    forwards = 3 + bool(config.algorithm.kl_coef) + bool(config.reward_model.path) + 4 * own_critic(config)  # models of its size
+    flops = learner_flops(shape, work) * forwards / 3
     node = min(hardware.nvlink, config.plan.gpus_per_node * hardware.nic)  # a ring crosses each node's cards once
     wire = hardware.nvlink if shards <= config.plan.gpus_per_node else node
     N = shape.parameters
     traffic = (2 * size + 4) * N * (shards - 1) / shards / wire + 2 * 4 * N / shards * (replicas - 1) / replicas / hardware.nic
     optimizer = 28 * N / ranks * replicas / hardware.bandwidth  # reads p, g, m, v and writes p, m, v in fp32
     return Training(micro_batches, mine * flops / (hardware.flops * config.plan.learner_mfu), micro_batches * traffic, optimizer)
+
+
+def own_critic(config: Config) -> bool:
+    """Whether there is a critic with weights of its own, taken to be as large as the policy."""
+    return config.algorithm.advantage == "gae" and config.critic.trunk == "own"
 
 
 def learner_flops(shape: Shape, work: Workload) -> float:
@@ -249,6 +255,8 @@ def learner_memory(config: Config, shape: Shape, hardware: Hardware, replicas: i
     unsharded = size * (root + 2 * layer) + size * (shape.vocab * shape.hidden + layer) + 4 * layer
     return {"masters": 4 * N / shards, "gradients": 4 * N / shards, "moments": moments * N / shards,
             "reference": 4 * N / shards if config.algorithm.kl_coef else 0.0,
+            "critic": (8 + moments) * N / shards if own_critic(config) else 0.0,
+            "reward_model": 4 * N / shards if config.reward_model.path else 0.0,
             "unsharded": unsharded if shards > 1 or size == 2 else 0.0,
             "activations": size * tokens * (kept + (layer_elements(shape, on_gpu) if full else 0)),
             "logits": 3.0 * 4 * settings.logprob_chunk * shape.vocab,

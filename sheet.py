@@ -175,6 +175,7 @@ def add_memory(sheet: Sheet, case: Case) -> None:
            "staging": (f"2 x {config.publish.bucket_mb:g} MB in flight", ""), "context": ("CUDA, libraries", ""),
            "communicators": ("16 channels x 2 x 4 MiB each", "buffers"), "masters": (f"4 x params / {shards}", "zero"),
            "gradients": (f"4 x params / {shards}", "zero"), "reference": ("fp32, sharded, if kl_coef > 0", ""),
+           "critic": ("masters, gradients, moments of its own", ""), "reward_model": ("fp32, sharded", ""),
            "moments": (f"{settings.moments}{', on the host' if settings.offload_moments else ''}, {shards}", "zero"),
            "unsharded": ("embedding, head, two layers gathered; gradients of head and a layer", "fsdp"),
            "activations": (f"checkpointing {settings.activation_checkpointing}, longest micro-batch", "activations"),

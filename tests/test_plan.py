@@ -362,6 +362,9 @@ def test_optimizer_state_is_16_bytes_a_parameter():
                for parameter in model.parameters())
     memory = learner_memory(config, TINY, SHEETS["h100"], 1, 1)
     assert held == memory["masters"] + memory["gradients"] + memory["moments"] == 16 * TINY.parameters
+    four = build({"algorithm": {"name": "ppo"}, "reward_model": {"path": "rm"}})
+    assert learner_memory(four, TINY, SHEETS["h100"], 1, 1) == memory | {
+        "critic": held, "reference": 4 * TINY.parameters, "reward_model": 4 * TINY.parameters}
 
 
 def test_working_space_is_what_the_engine_reserves():
