@@ -9,12 +9,15 @@ Samples of unequal length are played through the slots of one engine rather than
 the running ones, and the last ones run alone.
 """
 
+import bisect
 import dataclasses
+import functools
 import heapq
+import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from config import Config
 from hardware import ALLREDUCE_S, ETHERNET, LAYER_S, LINK, MULTIPLY, PREFILL, READ_KV, STEP_S, STREAM, Hardware, along
@@ -61,22 +64,33 @@ class Workload:
         """Keys that a decoded token attends to, mean over samples of equal length."""
         return self.prompt + self.response / 2
 
-    def lengths(self) -> list[int]:
-        """Response lengths of all samples: the lognormal's quantiles, cut, with the wanted mean; in a fixed random order."""
-        z = [statistics.NormalDist().inv_cdf((number + 0.5) / self.count) for number in range(self.count)]
-        low, high = math.log(self.response) - 8, math.log(self.cap) + 8
-        for _ in range(50):
-            middle = (low + high) / 2
-            cut = [min(self.cap, math.exp(middle + self.sigma * each)) for each in z]
-            low, high = (middle, high) if sum(cut) < self.generated else (low, middle)
-        lengths = [max(1, round(each)) for each in cut]
-        random.Random(0).shuffle(lengths)
-        return lengths
+    def lengths(self) -> tuple[int, ...]:
+        """Response lengths of all samples, in a fixed random order."""
+        return cut_lognormal(self.count, self.response, self.sigma, self.cap)
 
     def running_context(self) -> float:
         """The same among the samples running at a moment, where a long one is met more often: prompt + E[l^2] / 2 E[l]."""
         lengths = self.lengths()
         return self.prompt + sum(length**2 for length in lengths) / sum(lengths) / 2
+
+
+@functools.lru_cache(4)
+def cut_lognormal(count: int, mean: float, sigma: float, cap: int) -> tuple[int, ...]:
+    """The quantiles of min(cap, median e^(sigma z)) with that mean, shuffled.
+
+    e^(sigma z) ascends, so a running sum has the mean for any median: the search costs nothing, also of 2 million samples.
+    """
+    spread = [math.exp(sigma * statistics.NormalDist().inv_cdf((number + 0.5) / count)) for number in range(count)]
+    sums = [0.0, *itertools.accumulate(spread)]
+    low, high = math.log(mean) - 8, math.log(cap) + 8
+    for _ in range(50):
+        middle = (low + high) / 2
+        whole = bisect.bisect(spread, cap / math.exp(middle))  # so many are not cut
+        total = math.exp(middle) * sums[whole] + cap * (count - whole)
+        low, high = (middle, high) if total < count * mean else (low, middle)
+    lengths = [max(1, round(min(cap, math.exp(middle) * each))) for each in spread]
+    random.Random(0).shuffle(lengths)
+    return tuple(lengths)
 
 
 # Seconds of one side.
@@ -154,7 +168,7 @@ class Rolled:
     peak_context: float  # tokens in the cache at most
 
 
-def roll(costs: Costs, work: Workload, lengths: list[int], slots: int) -> Rolled:
+def roll(costs: Costs, work: Workload, lengths: Sequence[int], slots: int) -> Rolled:
     """Decode `lengths` in `slots`: the next sample enters when one ends; a step costs what its batch and contexts cost.
 
     The first token of a sample comes out of its prefill. Between two ends the batch is constant, so one term covers those steps.
@@ -434,6 +448,7 @@ def search(config: Config, shape: Shape, hardware: Hardware, mode: str, scale: f
 def search_colocated(config: Config, shape: Shape, hardware: Hardware) -> tuple[float, tuple[int, ...]] | None:
     """The same over placements in which all GPUs generate, then all learn."""
     work, best = Workload.of(config), None
+    context = work.running_context()
     for placement in colocations(shape, config.world_size, config.plan.gpus_per_node):
         if config.exact and placement[1] > 1:
             continue
@@ -442,7 +457,7 @@ def search_colocated(config: Config, shape: Shape, hardware: Hardware) -> tuple[
         if not (longest and fits(colocated_memory(there, shape, hardware), hardware)):
             continue
         train = train_seconds(there, shape, hardware, work, *placement[2:]).total
-        seconds = mean_field(there, shape, hardware, work.running_context()) + train
+        seconds = mean_field(there, shape, hardware, context) + train
         if seconds < float("inf") and (best is None or (seconds, placement[3]) < (best[0], best[1][3])):
             best = seconds, placement
     return best

@@ -45,7 +45,7 @@ class Scenario:
     gpus: int
     mode: str = "sync"
     max_staleness: int = 0
-    update: str = "recompute"  # or drain, keep
+    update: str = "recompute"  # as actor.update_mode
     staged: bool = False  # weights arrive beside decoding
     engines: int = 8  # simulated at most
     grain: int = 1
@@ -95,7 +95,7 @@ class Scenario:
         return work.generated / (config.plan.decode_tokens_per_gpu * config.actor.replicas * config.actor.tp) / derived
 
     @cached_property
-    def pool(self) -> list[int]:
+    def pool(self) -> tuple[int, ...]:
         """Response lengths to draw from."""
         return dataclasses.replace(Workload.of(self.config), groups=1024, samples=1).lengths()
 
@@ -111,7 +111,7 @@ class Scenario:
         blocks = round(kv / self.costs.kv) // (size * self.grain)
         if blocks * size * self.grain < config.max_model_len:
             raise ConfigError(f"{self.mode}: the KV pool of {max(0, blocks) * size * self.grain} tokens holds no longest sequence")
-        return Scheduler(blocks, size, actor.max_num_seqs, actor.max_num_batched_tokens)
+        return Scheduler(blocks, size, actor.max_num_seqs, actor.max_num_batched_tokens, update_mode=self.update)
 
     def step_seconds(self, decoding: int, context: float, prefill: int, begun: int) -> float:
         """Of one engine step: rows that decode with `context` keys in all, and `prefill` tokens, of which `begun` rows catch up."""
@@ -196,7 +196,8 @@ class Engine:
         self.inbox: list[list[Request]] = []
         self.grading: list[int] = []  # groups in or before the graders, oldest first; those of this step come after a look at them
         self.fresh: list[int] = []
-        self.coming: int | None = None
+        self.coming: int | None = None  # a version that was announced and is not live
+        self.arrived = False
 
     def nudge(self, now: float) -> None:
         """Something has arrived: an idle engine sees it now, one in a jump at its next step boundary."""
@@ -233,9 +234,8 @@ class Engine:
             self.settled = False
         self.inbox = []
         if self.coming is not None:
-            drains = self.run.scenario.update == "drain" and self.scheduler.running
-            self.scheduler.max_num_seqs = 0 if drains else self.slots
-            if not drains:
+            self.scheduler.announce()
+            if self.arrived and self.scheduler.may_swap:
                 self.busy = True
                 self.run.acknowledge(self, now)
                 return
@@ -314,17 +314,8 @@ class Engine:
         self.boundary(now)
 
     def publish(self, version: int) -> None:
-        scheduler = self.scheduler
-        if self.run.scenario.update == "keep":  # what runs goes on over its old keys and values, which nobody finds any more
-            running, scheduler.running = [r for r in scheduler.running if r.num_generated], [
-                r for r in scheduler.running if not r.num_generated]
-            scheduler.publish(version)
-            scheduler.running = running
-            for request in running:
-                request.start_version, request.chain = version, [-1] * len(request.chain)
-        else:
-            scheduler.publish(version)
-        scheduler.max_num_seqs, self.coming, self.settled = self.slots, None, False
+        self.scheduler.publish(version)
+        self.coming, self.arrived, self.settled = None, False, False
 
 
 def scaled(config: Config, gpus: int, mode: str) -> Config:

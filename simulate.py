@@ -170,21 +170,24 @@ class Run:
         self.at(now + seconds, self.announce)
 
     def announce(self, now: float) -> None:
-        """In place: all stop at a boundary, then the wire. Staged: the wire beside decoding, then each swaps by itself."""
+        """In place: all stop at a boundary, then the wire. Staged: the wire beside decoding, then each swaps by itself. What runs
+        ends first in mode `drain`, and staged that is from now on."""
         self.learner.book("train" if not self.deferred else "publish", now)
         self.deferred = self.to_swap > 0  # the staging buffer still holds the version before
         if self.deferred:
             return
         self.to_swap = len(self.engines)
+        for engine in self.engines:
+            engine.coming = self.gate.version + 1
         if self.scenario.staged:
-            self.at(now + self.scenario.publish_s, self.landed, self.gate.version + 1)
+            self.at(now + self.scenario.publish_s, self.landed)
             self.finish(now)
         else:
-            self.landed(now, self.gate.version + 1)
+            self.landed(now)
 
-    def landed(self, now: float, version: int) -> None:
+    def landed(self, now: float) -> None:
         for engine in self.engines:
-            engine.coming = version
+            engine.arrived = True
             engine.nudge(now)
 
     def acknowledge(self, engine: Engine, now: float) -> None:

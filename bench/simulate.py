@@ -1,11 +1,12 @@
 """The simulator held against runs on this machine, and represented engines against all of them.
 
-    python bench/simulate.py runs [--steps 60]        # toy, on-policy and one-step-off, measured and simulated
+    python bench/simulate.py runs [--steps 60]        # toy, on-policy, one-step-off and async, measured and simulated
     python bench/simulate.py engines [--grain 256]    # the 70B on 64 and 256 GPUs: all 3 and 12 engines against 2 and 3
+    python bench/simulate.py scale [--grain 256]      # the 70B from 64 to 16,384 GPUs in all modes, and docs/simulate-scale.png
 
 Of a run on shared cores two things can be off: how fast its parts are, and what follows when they wait for one another. The second
 is what a simulator is for. So three predictions stand beside a run's step and idle shares: from the calibration before it (`cold`);
-with the mean seconds of engine, learner, publication and messages of the other mode's run a minute before (`other run`); and with
+with the mean seconds of engine, learner, publication and messages of another mode's run a minute before (`other run`); and with
 those of the run itself (`own parts`), where all that is left to get wrong is who waits for whom, and how long.
 """
 
@@ -31,6 +32,7 @@ from simulate import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+KINDS = {"on-policy": 1, "one-step-off": 0, "async": 1}  # at max_staleness 0, 1, 2; which of them is the other run
 PARTS = {"engine": ("t_actor_decode", "t_actor_prefill"), "messages": ("t_actor_exchange", "t_actor_other"),
          "learner": ("t_learner_forward", "t_learner_backward", "t_learner_optimizer", "t_learner_score"),
          "publish": ("publish_s",), "report": ("t_learner_report", "t_learner_checkpoint", "t_learner_other")}
@@ -53,13 +55,13 @@ def measure(arguments: list[str], folder: Path) -> dict:
 
 
 def predict(arguments: list[str], hardware: Hardware, lengths: tuple, staleness: int, steps: int) -> tuple[dict, dict]:
-    """What is compared, and the seconds a step of the parts that it came from."""
+    """What is compared, and the seconds a step of the parts that it came from, both once the pipeline is full."""
     case = case_of(parse(arguments))
-    run = Run(Scenario(case.config, case.shape, hardware, 2, ("sync", "one_step")[staleness], staleness, lengths=lengths), steps)
-    found = run.play()
-    actor, learner = run.engines[0].account, run.learner
-    parts = {"engine": (actor["prefill"] + actor["decode"]) / steps, "learner": learner["train"] / steps}
-    return {"step_s": found["step_s"], "actors idle": found["idle"]["actors"], "learners idle": found["idle"]["learners"]}, parts
+    found = Run(Scenario(case.config, case.shape, hardware, 2, ("sync", "one_step", "async")[staleness], staleness,
+                         case.config.actor.update_mode, lengths=lengths), steps).play()
+    step, actors = found["step_s"], found["actors"]
+    parts = {"engine": step * (actors["prefill"] + actors["decode"]), "learner": step * found["learners"]["train"]}
+    return {"step_s": step, "actors idle": found["idle"]["actors"], "learners idle": found["idle"]["learners"]}, parts
 
 
 def at_the_level_of(hardware: Hardware, measured: dict, samples: int, play: Callable[[Hardware], tuple[dict, dict]]) -> Hardware:
@@ -81,12 +83,12 @@ def at_the_level_of(hardware: Hardware, measured: dict, samples: int, play: Call
 def compare(base: list[str], hardware: Hardware, measured: list[dict], traces: list[tuple], steps: int) -> list[tuple]:
     """(mode, quantity, measured, cold, other run, own parts)"""
     table, samples = [], case_of(parse(base)).work.count
-    for staleness, mode in enumerate(("on-policy", "one-step-off")):
+    for staleness, (mode, other) in enumerate(KINDS.items()):
         def play(rates: Hardware, staleness: int = staleness) -> tuple[dict, dict]:
             return predict(base, rates, traces[staleness], staleness, steps)
 
         levels = []
-        for of in (1 - staleness, staleness):
+        for of in (other, staleness):
             def there(rates: Hardware, of: int = of) -> tuple[dict, dict]:
                 return predict(base, rates, traces[of], of, steps)
             levels.append(at_the_level_of(hardware, measured[of], samples, there))
@@ -102,9 +104,9 @@ def runs(options: argparse.Namespace) -> None:
         subprocess.run([sys.executable, "plan.py", *base, "--calibrate", str(file)], cwd=ROOT, env=ENVIRONMENT, check=True,
                        stdout=subprocess.DEVNULL)
         hardware = case_of(parse([*base, f"plan.hardware={file}"])).hardware
-        measured = [measure([*base, f"max_staleness={staleness}"], Path(scratch) / f"run{staleness}") for staleness in (0, 1)]
-        table = compare(base, hardware, measured,
-                        [trace(f"{scratch}/run{number}") for number in (0, 1)], options.steps)
+        folders = [Path(scratch) / f"run{staleness}" for staleness in range(len(KINDS))]
+        measured = [measure([*base, f"max_staleness={staleness}"], folder) for staleness, folder in enumerate(folders)]
+        table = compare(base, hardware, measured, [trace(str(folder)) for folder in folders], options.steps)
     print(f"load {os.getloadavg()[0]:.1f}")
     print(f"{'':14}{'':14}{'measured':>10}{'cold':>10}{'other run':>11}{'own parts':>11}{'error':>9}")
     for mode, name, found, cold, other, own in table:
@@ -133,6 +135,16 @@ def engines(options: argparse.Namespace) -> None:
     save(options.out, "engines", table)
 
 
+def scale(options: argparse.Namespace) -> None:
+    """Three engines stand for all; then one engine in a hundred takes 1.5 times as long."""
+    base = ["configs/llama3.1-70b-64xh100.yaml", "--engines", "3", "--steps", str(options.steps), "--grain", str(options.grain)]
+    for key, more in {"scale": ["--sweep-gpus", "64,256,1024,4096,16384", "--plot", "docs/simulate-scale.png"],
+                      "slow": ["--sweep-gpus", "4096,16384", "--slow", "0.01:1.5"]}.items():
+        done = subprocess.run([sys.executable, "simulate.py", *base, *more, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                              check=True)
+        save(options.out, key, json.loads(done.stdout))
+
+
 def save(file: Path, key: str, table: list) -> None:
     held = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps(held | {key: table}, indent=1) + "\n")
@@ -140,13 +152,13 @@ def save(file: Path, key: str, table: list) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("runs", "engines"))
-    parser.add_argument("--steps", type=int, default=0, help="updates: 60 of a run, 3 of the 70B")
+    parser.add_argument("what", choices=("runs", "engines", "scale"))
+    parser.add_argument("--steps", type=int, default=0, help="updates: 60 of a run, 3 or 2 of the 70B")
     parser.add_argument("--grain", type=int, default=256)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "simulate.json")
     options = parser.parse_args()
-    options.steps = options.steps or {"runs": 60, "engines": 3}[options.what]
-    {"runs": runs, "engines": engines}[options.what](options)
+    options.steps = options.steps or {"runs": 60, "engines": 3, "scale": 2}[options.what]
+    {"runs": runs, "engines": engines, "scale": scale}[options.what](options)
 
 
 if __name__ == "__main__":

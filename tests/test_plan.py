@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +139,20 @@ def test_nothing_is_faster_than_its_roofline(name, sheet, tp):
     assert all(0 < share <= 1 for share in shares)
 
 
-def naive(engine: Costs, work: Workload, lengths: list[int], slots: int) -> float:
+@pytest.mark.parametrize("sigma, cap", [(1.0, 16384), (0.5, 32768), (2.0, 8192)])
+def test_lengths_are_the_quantiles_of_a_lognormal_that_has_the_mean_once_cut(sigma, cap):
+    """E[min(X, c)] = exp(mu + s^2 / 2) Phi((ln c - mu) / s - s) + c Phi((mu - ln c) / s); as many samples as 1,024 GPUs take."""
+    work, normal = Workload(8192, 16, 1024, 4096, sigma, cap), statistics.NormalDist()
+    lengths = sorted(work.lengths())
+    mu = math.log(lengths[work.count // 10]) - sigma * normal.inv_cdf(0.1)
+    edge = (math.log(cap) - mu) / sigma
+    assert math.exp(mu + sigma**2 / 2) * normal.cdf(edge - sigma) + cap * normal.cdf(-edge) == pytest.approx(4096, rel=2e-3)
+    assert lengths.count(cap) / work.count == pytest.approx(normal.cdf(-edge), abs=1e-3)
+    for share in (0.3, 0.5, 0.9):
+        assert lengths[int(share * work.count)] == pytest.approx(min(cap, math.exp(mu + sigma * normal.inv_cdf(share))), rel=2e-3)
+
+
+def naive(engine: Costs, work: Workload, lengths: tuple[int, ...], slots: int) -> float:
     """One step at a time: every running sample gets a token, and who is done makes room. First tokens come out of prefill."""
     queue, running, seconds = list(lengths), [], 0.0
     while queue or running:

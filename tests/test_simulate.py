@@ -43,7 +43,7 @@ class Watched(Run):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.released, self.returned = Counter(), Counter()
+        self.released, self.returned, self.mixed = Counter(), {}, 0  # group -> times, when; samples of two versions
 
     def send(self, group, step):
         self.released[group] += 1
@@ -52,22 +52,30 @@ class Watched(Run):
         assert 0 <= step - self.gate.version <= bound
         super().send(group, step)
 
+    def completed(self, finished):
+        self.mixed += sum(len(set(request.versions)) > 1 for request in finished)
+        return super().completed(finished)
+
     def arrive(self, now, group, engine):
-        self.returned[group] += 1
+        assert group not in self.returned
+        self.returned[group] = now
         super().arrive(now, group, engine)
 
 
 @pytest.mark.parametrize("mode, more", MODES, ids=IDS)
 @pytest.mark.parametrize("blocks", [400, 24])
 def test_every_group_ends_once_within_the_bound_and_every_second_is_booked(mode, more, blocks):
-    """DESIGN 3, with room and with so few blocks that samples are preempted: what simulate.py adds must not bend the gate."""
-    run = Watched(scenario(f"actor.kv_blocks={blocks}", "actor.replicas=3", mode=mode, gpus=4, **more), 12)
+    """DESIGN 3, with room and with so few blocks that samples are preempted: what simulate.py adds must not bend the gate. The
+    learner is fast enough to publish while samples run, and what then becomes of them is the scheduler's update mode."""
+    case = scenario(f"actor.kv_blocks={blocks}", "actor.replicas=3", "plan.learner_mfu=0.0001", mode=mode, gpus=4, **more)
+    run = Watched(case, 12)
     found = run.play()
     assert (run.preemptions > 0) == (blocks == 24)
-    assert set(run.released.values()) == set(run.returned.values()) == {1} and run.returned.keys() <= run.released.keys()
+    assert set(run.released.values()) == {1} and run.returned.keys() <= run.released.keys()
     assert run.gate.ended == {"trained": 12 * 8} and sum(run.staleness.values()) == 12 * 8
     assert found["staleness"]["max"] <= run.scenario.max_staleness
     assert (found["staleness"]["max"] > 0) == (run.scenario.max_staleness > 0)
+    assert (run.mixed > 0) == (run.scenario.max_staleness > 0 and run.scenario.update != "drain"), "a sample of two versions"
     for account in (run.learner, *(engine.account for engine in run.engines)):
         assert sum(account.values()) == pytest.approx(account.clock, rel=1e-9), "seconds that no kind covers"
         assert min(account.values()) >= 0
@@ -120,9 +128,9 @@ def test_completion_is_within_roll_flashs_bound(seed):
 @pytest.mark.parametrize("blocks", [400, 24])
 def test_jumps_are_step_by_step(mode, more, blocks):
     """Skipping from event to event must not change one decision of the scheduler, shortage and interruption included."""
-    cases = [scenario(f"actor.kv_blocks={blocks}", "actor.replicas=2", mode=mode, gpus=3, jumps=jumps, **more)
-             for jumps in (False, True)]
-    slow, fast = (Run(case, 8) for case in cases)
+    cases = [scenario(f"actor.kv_blocks={blocks}", "actor.replicas=2", "plan.learner_mfu=0.0001", mode=mode, gpus=3, jumps=jumps,
+                      **more) for jumps in (False, True)]
+    slow, fast = (Watched(case, 8) for case in cases)
     calls = Counter()
     for name, run in (("slow", slow), ("fast", fast)):
         for engine in run.engines:
@@ -130,7 +138,7 @@ def test_jumps_are_step_by_step(mode, more, blocks):
         run.play()
     assert [row["at"] for row in fast.rows] == pytest.approx([row["at"] for row in slow.rows], rel=1e-9)
     assert (fast.preemptions, fast.staleness) == (slow.preemptions, slow.staleness)
-    assert fast.slot_seconds == pytest.approx(slow.slot_seconds, rel=1e-9)
+    assert fast.returned == pytest.approx(slow.returned, rel=1e-9) and len(fast.returned) >= 8 * 8
     assert calls["fast"] < 0.8 * calls["slow"], "nothing was skipped"
 
 
