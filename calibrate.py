@@ -164,7 +164,8 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
     most = max(1, min(samples, config.learner.max_tokens_per_micro_batch // (prompt + response)))
     curves: dict = {"forward": [], "backward": []}
     for count in sorted({1, -(-most // 4), most}):
-        batch = [Sample([1] * (prompt + response), prompt, [-1.0] * response, 1.0, 1.0 / count)] * count
+        groups = [1 + number // config.rollout.samples_per_prompt for number in range(count)]  # whose prompt is computed once
+        batch = [Sample([group] * (prompt + response), prompt, [-1.0] * response, 1.0, 1.0 / count) for group in groups]
         accounts = []
         for _ in again(3.0):
             learner.credit(batch)

@@ -59,6 +59,12 @@ class Workload:
     def tokens(self) -> float:
         return self.count * (self.prompt + self.response)
 
+    def micro_batch(self, limit: int, ranks: int) -> tuple[float, float, float]:
+        """Of a learner's largest: tokens that are computed (a group's prompt once), that attention sees, and of responses."""
+        samples = min(self.count / ranks, limit // (self.prompt + self.response))
+        responses = samples * self.response
+        return responses + math.ceil(samples / self.samples) * self.prompt, samples * (self.prompt + self.response), responses
+
     @property
     def context(self) -> float:
         """Keys that a decoded token attends to, mean over samples of equal length."""
@@ -250,6 +256,18 @@ def layer_elements(shape: Shape, fused: bool) -> int:
     return kept + (0 if fused else shape.heads * shape.head_dim)
 
 
+def attention_elements(config: Config, shape: Shape) -> float:
+    """What attention over whole sequences keeps of a token besides, on a CPU: q, k, v, o of prompts that samples share, in exact
+    mode each block's scores, weights and sums."""
+    keys = math.ceil(Workload.of(config).context / 16) * 16
+    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.heads * keys * config.exact
+
+
+def staging_bytes(config: Config, shape: Shape) -> float:
+    """Two buckets in flight, of a small model at most itself twice."""
+    return min(2e6 * config.publish.bucket_mb, 2.0 * shape.parameters * itemsize(config))
+
+
 def layer_parameters(shape: Shape) -> float:
     return (shape.matmul_parameters - shape.vocab * shape.hidden) / shape.layers
 
@@ -258,23 +276,25 @@ def learner_memory(config: Config, shape: Shape, hardware: Hardware, replicas: i
     """By kind. The peak is in backward: the optimizer's own temporaries come when activations are gone."""
     settings, size, N = config.learner, itemsize(config), shape.parameters
     on_gpu = "process" not in hardware.curves
-    longest = max(settings.max_tokens_per_micro_batch, config.max_model_len)
-    tokens = longest if on_gpu else Workload.of(config).tokens / replicas / shards
+    tokens = seen = rows = float(max(settings.max_tokens_per_micro_batch, config.max_model_len))
+    if not on_gpu:  # where memory is not reserved but taken as needed
+        tokens, seen, rows = Workload.of(config).micro_batch(settings.max_tokens_per_micro_batch, replicas * shards)
     root = (1 if shape.tied else 2) * shape.vocab * shape.hidden
     layer = layer_parameters(shape)
     moments = {"fp32": 8.0, "8bit": 2.0 + 8 / 64}[settings.moments] * (not settings.offload_moments)
     full = settings.activation_checkpointing == "full"  # then one hidden state a layer, and one layer whole
     kept = shape.layers * (shape.hidden if full else layer_elements(shape, on_gpu))
+    apart = 0.0 if on_gpu or full else shape.layers * attention_elements(config, shape)
     # Gathered: the root and two layers; gradients not yet reduced: the head's and a layer's, the latter also in fp32.
     unsharded = size * (root + 2 * layer) + size * (shape.vocab * shape.hidden + layer) + 4 * layer
     return {"masters": 4 * N / shards, "gradients": 4 * N / shards, "moments": moments * N / shards,
             "reference": 4 * N / shards if config.algorithm.kl_coef else 0.0,
             "critic": (8 + moments) * N / shards if own_critic(config) else 0.0,
             "reward_model": 4 * N / shards if config.reward_model.path else 0.0,
-            "unsharded": unsharded if shards > 1 or size == 2 else 0.0,
-            "activations": size * tokens * (kept + (layer_elements(shape, on_gpu) if full else 0)),
-            "logits": 3.0 * 4 * settings.logprob_chunk * shape.vocab,
-            "staging": 2e6 * config.publish.bucket_mb,
+            "unsharded": unsharded,  # FSDP gathers into copies of a single shard, too
+            "activations": size * (tokens * (kept + (layer_elements(shape, on_gpu) if full else 0)) + seen * apart),
+            "logits": 3.0 * 4 * min(settings.logprob_chunk, rows) * shape.vocab,
+            "staging": staging_bytes(config, shape),
             "communicators": COMMUNICATOR * (2 + (replicas > 1)) if on_gpu else 0.0,
             "context": CONTEXT if on_gpu else hardware.curves["process"]}
 
@@ -287,13 +307,16 @@ def actor_memory(config: Config, shape: Shape, hardware: Hardware, tp: int) -> d
     fp8 = settings.quantization == "fp8"
     derived = (linear - head) / tp if fp8 else linear * size / tp if not on_gpu and not config.exact else 0.0
     widest = 3 * shape.hidden + max(3 * shape.ffn, (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim)
-    logits = 3 * 4 * settings.max_num_seqs * shape.vocab
+    rows, tokens, work = settings.max_num_seqs, settings.max_num_batched_tokens, Workload.of(config)
+    if not on_gpu:  # where memory is not reserved but taken as needed
+        rows = min(rows, math.ceil(work.count / settings.replicas))
+        tokens = max(rows, min(tokens, math.ceil(work.groups * work.prompt / settings.replicas)))
     graphs = 2 + settings.max_num_seqs // 16 if on_gpu and settings.cuda_graphs else 0
     lanes = max(tp, min(config.learner.shards, config.publish.max_roots)) // tp
     found = {"weights": shape.parameters * size / tp, "derived": derived,
-             "working": settings.max_num_batched_tokens * widest * size + logits,
+             "working": tokens * widest * size + 3 * 4 * rows * shape.vocab,
              "graphs": GRAPH * graphs + (settings.max_num_seqs * widest * size if graphs else 0),
-             "staging": 2e6 * config.publish.bucket_mb,
+             "staging": staging_bytes(config, shape),
              "communicators": COMMUNICATOR * ((tp > 1) + lanes) if on_gpu else 0.0,
              "context": CONTEXT if on_gpu else hardware.curves["process"]}
     kv = Costs(shape, hardware, tp, size).kv

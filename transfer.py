@@ -210,6 +210,8 @@ class Digest:
 
     def __init__(self, device: torch.device):
         self.dot = device.type == "cpu"  # eight times as fast there as product and sum; CUDA has no integer dot
+        # On a CPU as many as torch converts with one thread: sides that prove together would wait for each other's threads.
+        self.scratch = torch.empty(1 << 15 if self.dot else KEYS, dtype=torch.int64, device=device)
         draw = np.random.Generator(np.random.PCG64(70))
         self.low, self.high = (torch.from_numpy((draw.integers(0, 1 << 64, KEYS, np.uint64) | np.uint64(1)).view(np.int64))
                                .to(device) for _ in range(2))
@@ -220,7 +222,7 @@ class Digest:
         if bits.shape[1] == columns and bits.is_contiguous():
             return self._range(bits.view(-1), row0 * columns)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
-        step = max(1, KEYS // bits.shape[1])  # rows at once, so that the index tensor stays small
+        step = max(1, len(self.scratch) // bits.shape[1])  # rows at once, so that the index tensor stays small
         for start in range(0, bits.shape[0], step):
             part = bits[start:start + step].long()
             rows = torch.arange(row0 + start, row0 + start + part.shape[0], device=bits.device)[:, None]
@@ -238,8 +240,8 @@ class Digest:
                 part = bits[done:done + rows * KEYS]
                 total += ((part.view(rows, KEYS) * self.low).sum(1) * self.high[high:high + rows]).sum()
             else:
-                part = bits[done:done + KEYS - low]
-                keys = self.low[low:low + len(part)]
-                total += (torch.dot(part.long(), keys) if self.dot else (part * keys).sum()) * self.high[high]
+                part = bits[done:done + min(KEYS - low, len(self.scratch))]
+                keys, wide = self.low[low:low + len(part)], self.scratch[:len(part)].copy_(part)
+                total += (torch.dot(wide, keys) if self.dot else (wide * keys).sum()) * self.high[high]
             done += len(part)
         return total

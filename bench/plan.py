@@ -26,7 +26,7 @@ from sheet import case_of, derive
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = {"toy": (["configs/toy.yaml", "steps=40", "eval.every=0"]),
-        "smollm2": (["configs/smollm2-135m-cpu.yaml", "steps=6", "eval.every=0"])}
+        "smollm2": (["configs/smollm2-135m-cpu.yaml", "steps=6", "eval.every=0", "actor.kv_blocks=256"])}  # soon all used
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
