@@ -3,9 +3,10 @@
     python bench/plan.py [--only toy] [--out bench/results/plan-cpu.json]
 
 Lengths are the policy's business, not the machine's: mean, spread and prompt length are taken from the run, all else from the
-calibration just before it. Calibration takes the fastest of its repeats, so the fastest quarter of the run's steps stand against
-it; the load is printed. Memory: the highest resident set of each rank less the toy's, whose tensors are 2 MB; what remains are
-tensors. Every run prints such a table at its end, of all its steps and with the whole process in it.
+calibration just before it. Calibration takes the lower quartile of its repeats, so that of the run's steps (the median of the
+faster half) stands against it; the load is printed. Memory: the highest resident set of each rank less the toy's in exact mode, as
+SmolLM2 runs, whose tensors are 2 MB; what remains are tensors. Every run prints such a table at its end, of all its steps and with
+the whole process in it.
 """
 
 import argparse
@@ -44,6 +45,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "plan-cpu.json")
     options = parser.parse_args()
     results, toy = {}, {}
+    if options.only in (None, "smollm2"):
+        with tempfile.TemporaryDirectory() as scratch:
+            small = run(["configs/toy.yaml", "steps=3", "eval.every=0", "exact=true"], Path(scratch) / "run")
+        peaks = {"learner": "mem_peak_mb", "actor": "mem_actor_peak_mb"}
+        toy = {side: max(row[key] for row in small) * 1e6 for side, key in peaks.items()}
     for name, arguments in RUNS.items():
         if options.only not in (None, name):
             continue
@@ -56,13 +62,11 @@ def main() -> None:
             hardware = load_hardware(str(calibration))
         work = seen(config, rows[1:])
         predicted = derive(dataclasses.replace(case_of(config), hardware=hardware, work=work)).tree()
-        quiet = sorted(rows[1:], key=lambda row: row["step_s"])[:max(2, len(rows) // 4)]
+        quiet = sorted(rows[1:], key=lambda row: row["step_s"])[:max(2, len(rows) // 2)]
         found = compare(predicted, quiet, "sync")
         for side, kinds in predicted["memory_bytes"].items():
             total, measured, unit = found.pop(f"peak memory, {side}")
-            if name == "toy":
-                toy[side] = measured
-            elif toy:
+            if name != "toy":
                 found[f"tensors, {side}"] = total - kinds["context"], measured - toy[side], unit
         table = comparison(found)
         print(f"{name}: {hardware.name}, prompts of {work.prompt:.1f} tokens, responses of {work.response:.1f}, "
