@@ -264,7 +264,7 @@ def publication(machine: Machine) -> None:
     reports: list[dict] = []
     channel = types.SimpleNamespace(push=lambda queue, message: reports.append(message))
     # What a Publisher has, but for process groups: its methods for the rest are called with this in its place.
-    sides = [types.SimpleNamespace(plan=plan, grid=sync.Grid(1, 1, 1, 1), rank=rank, names=sorted(shapes), channel=channel,
+    sides = [types.SimpleNamespace(plan=plan, grid=sync.Grid(1, 1, 1, 1), rank=rank, lane=0, names=sorted(shapes), channel=channel,
                                    digest=Digest(machine.device), dtype=machine.dtype, device=machine.device) for rank in (0, 1)]
     matrices, live_matrices = ({name: matrix(each) for name, each in tensors.items()} for tensors in (shards, live))
     size, each = sum(weight.nbytes for weight in live.values()), machine.dtype.itemsize
@@ -272,7 +272,7 @@ def publication(machine: Machine) -> None:
         seconds = {"cast": 0.0, "write": 0.0}
         for pieces in plan.streams[0].buckets:
             buffer = torch.empty(sum(piece.numel for piece in pieces), dtype=machine.dtype, device=machine.device)
-            seconds["cast"] += machine.clock(lambda: sync.Publisher._cast(sides[0], pieces, matrices, 0, buffer))  # noqa: B023
+            seconds["cast"] += machine.clock(lambda: sync.Publisher._cast(sides[0], pieces, matrices, buffer))  # noqa: B023
             seconds["write"] += machine.clock(lambda: sync._write(pieces, buffer, live_matrices))  # noqa: B023
         if turn:
             label = f"{size / 1e9:.1f} GB in {len(plan.streams[0].buckets)} buckets"
