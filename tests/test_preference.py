@@ -240,7 +240,7 @@ def write_pairs(path: Path, number: int, seed: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.long)])
 def test_pairs_are_learned_without_actors(name, tmp_path):
     """torchrun on two shards: held-out accuracy rises, the best and the last version are saved, and every step is written down."""
     run = tmp_path / "run"

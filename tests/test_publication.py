@@ -122,7 +122,7 @@ def publish_on(rank: int, grid: list[int], kind: str, publish: dict, fault: str 
 
 
 @pytest.mark.parametrize(("grid", "kind", "publish", "streams", "handoff"), [
-    ((1, 2, 1, 1), "plain", {}, 2, False),  # each owner is a root
+    pytest.param((1, 2, 1, 1), "plain", {}, 2, False, marks=pytest.mark.long),  # each owner is a root
     ((1, 3, 1, 1), "fused", {"bucket_mb": 1e-4, "max_roots": 2}, 2, True),  # more shards than roots, many buckets
     ((2, 1, 1, 2), "tp2", {"bucket_mb": 1e-4}, 2, False),  # two lanes, two HSDP replicas taking turns
 ])
@@ -135,7 +135,8 @@ def test_every_actor_tensor_equals_the_learners(grid, kind, publish, streams, ha
     assert results[0]["bytes"] == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
-@pytest.mark.parametrize(("grid", "kind", "idle"), [((1, 2, 1, 1), "fused", True), ((1, 1, 2, 2), "tp2", False)])
+@pytest.mark.parametrize(("grid", "kind", "idle"), [
+    pytest.param((1, 2, 1, 1), "fused", True, marks=pytest.mark.long), ((1, 1, 2, 2), "tp2", False)])
 def test_staged_slices_arrive_beside_and_replace_the_live_ones_at_once(grid, kind, idle):
     """A torn read, lanes that swap at different steps, a digest of what was staged and not of what is live."""
     results = spawn_ok(grid[0] * grid[1] + grid[2] * grid[3], "test_publication:publish_on", list(grid), kind,
@@ -171,12 +172,13 @@ COLOCATED = [((1, 1, 1, 1), "fused", {}), ((1, 2, 2, 1), "plain", {"bucket_mb": 
 
 
 @pytest.mark.parametrize(("grid", "kind", "publish"), [
-    COLOCATED[0], COLOCATED[2], *(pytest.param(*case, marks=pytest.mark.long) for case in (COLOCATED[1], COLOCATED[3]))])
+    COLOCATED[2], *(pytest.param(*case, marks=pytest.mark.long) for case in (COLOCATED[0], COLOCATED[1], COLOCATED[3]))])
 def test_colocated_ranks_publish_to_each_other(grid, kind, publish):
     """A root that also receives: each rank's engine holds what the shards of all ranks say, and a fault on any is found."""
     spawn_ok(grid[0] * grid[1], "test_publication:exchange_on", list(grid), kind, publish)
 
 
+@pytest.mark.long
 def test_a_fault_on_a_colocated_rank_is_caught_and_named():
     for side in spawn(2, "test_publication:exchange_on", [1, 2, 2, 1], "plain", {}, 1):
         assert side["exit"] != 0 and "PublicationError" in side["stderr"]
@@ -198,7 +200,9 @@ def test_every_grid(grid, publish):
     spawn_ok(grid[0] * grid[1] + grid[2] * grid[3], "test_publication:publish_on", list(grid), kind, publish)
 
 
-@pytest.mark.parametrize(("fault", "name"), [("bit", "layer.o.weight"), ("left out", "norm.weight"), ("offset", "embed.weight")])
+@pytest.mark.parametrize(("fault", "name"), [
+    ("bit", "layer.o.weight"), *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("left out", "norm.weight"), ("offset", "embed.weight")))])
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("staged", marks=pytest.mark.long)])
 def test_a_fault_is_caught_and_named(fault, name, mode):
     """One bit flipped in a live weight, one parameter left out, one at a wrong offset: the run stops, naming the parameter."""
@@ -221,7 +225,9 @@ def disagree(rank: int, what: str) -> None:
     set_up(rank, config, "plain", shapes)
 
 
-@pytest.mark.parametrize(("what", "message"), [("shape", "layer.k.weight"), ("name", "layer.k.weight"), ("dtype", "compute type")])
+@pytest.mark.parametrize(("what", "message"), [
+    ("shape", "layer.k.weight"), pytest.param("name", "layer.k.weight", marks=pytest.mark.long),
+    pytest.param("dtype", "compute type", marks=pytest.mark.long)])
 def test_a_mismatch_fails_on_both_sides(what, message):
     """Names, shapes or types that differ would write weights into the wrong place; both sides say which, before any broadcast."""
     for side in spawn(2, "test_publication:disagree", what):

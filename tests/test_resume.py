@@ -270,7 +270,8 @@ def test_resume_never_starts_over_and_changed_settings_are_refused(killed, tmp_p
 # --- pieces
 
 
-@pytest.mark.parametrize("saved_after", [pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("saved_after", [3, 4])
 def test_rows_follow_as_in_an_uninterrupted_run_and_changed_data_are_refused(tmp_path, saved_after):
     """R4: 6 rows, batch 2, saved after step 3 and 4, resumed to 9: two epochs' shuffles are crossed."""
     data = tmp_path / "rows.jsonl"
@@ -372,7 +373,8 @@ def test_a_full_disk_costs_the_checkpoint_being_written_and_no_other(tmp_path, l
         assert left == ["step-1"] and first == [1.0, [1.0] * 3] and second == [2.5, [2.5] * 3]
 
 
-@pytest.mark.parametrize("place", ["writing", pytest.param("renaming", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["writing", "renaming"])
 def test_a_save_that_was_killed_is_not_there(tmp_path, place):
     """R5: step-1 stays the last, and can be read."""
     assert {entry["exit"] for entry in spawn(2, "savers:be_killed", str(tmp_path), place)} == {-KILL} or place == "renaming"

@@ -41,6 +41,7 @@ def test_engine_and_learner_agree_bit_for_bit(exact_run):
     assert len({row["loss"] for row in metrics}) == 20, "nothing was trained"
 
 
+@pytest.mark.long
 def test_a_repeat_gives_the_same_metrics(exact_run, tmp_path):
     """A seed that does not reach initial weights, data order, or sampling."""
     metrics = without_clocks(train(tmp_path / "run", 2, *SHORT))
@@ -199,8 +200,8 @@ def test_a_flipped_bit_ends_the_run_on_both_sides_with_one_line(tmp_path):
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["learner.learning_rat=1"], "did you mean `learner.lr`"),
-    (["actor.replicas=2"], "--nproc-per-node 3"),
-    (["reward.functions=[nowhere.py:f]"], "nowhere.py"),
+    pytest.param(["actor.replicas=2"], "--nproc-per-node 3", marks=pytest.mark.long),
+    pytest.param(["reward.functions=[nowhere.py:f]"], "nowhere.py", marks=pytest.mark.long),
     (["actor.kv_blocks=1", "actor.block_size=2"], "actor.kv_blocks"),
 ])
 def test_bad_input_is_refused_before_any_process_group(tmp_path, overrides, message):
