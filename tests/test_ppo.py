@@ -287,7 +287,7 @@ def flat(named, names) -> torch.Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in whole])
 
 
-@pytest.mark.parametrize("trunk", ["own", "shared"])
+@pytest.mark.parametrize("trunk", ["own", pytest.param("shared", marks=pytest.mark.long)])
 def test_epochs_of_minibatches_are_the_textbooks(trunk, scorers):
     """Old logprobs, values or advantages that move with the policy; a clip against the wrong start; an update left out."""
     # With a large epsilon Adam's step is nearly proportional to the gradient, else elements near 0 would be signs of rounding.

@@ -255,6 +255,7 @@ def test_preference_runs_go_on_too(tmp_path):
         assert mine == theirs and len(mine) == {"metrics.jsonl": 6, "eval.jsonl": 3}[name]
 
 
+@pytest.mark.long
 def test_resume_never_starts_over_and_changed_settings_are_refused(killed, tmp_path):
     """An old run is moved aside, not mixed with the new; one that cannot go on says which setting and how to help it."""
     run_dir = tmp_path / "run"
@@ -364,7 +365,8 @@ def test_a_checkpoint_holds_what_was_there_when_save_returned(tmp_path):
     assert alone["loaded"] == [3.0, [3.0] * 3] and "c is absent there and (2,) here" in alone["error"]
 
 
-@pytest.mark.parametrize("limited", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("limited", [0, 1])
 def test_a_full_disk_costs_the_checkpoint_being_written_and_no_other(tmp_path, limited):
     """R5: every rank hears of it in one line, nobody waits for ever, and the earlier one is intact."""
     for raised, left, first, second in spawn_ok(2, "savers:save_on_a_full_disk", str(tmp_path), limited):

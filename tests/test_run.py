@@ -49,6 +49,7 @@ def test_a_repeat_gives_the_same_metrics(exact_run, tmp_path):
     assert metrics[0]["reward"] != train(tmp_path / "other", 2, *SHORT, "seed=1", "steps=1")[0]["reward"]
 
 
+@pytest.mark.long
 def test_two_actors_and_evaluations_give_the_metrics_of_one_actor_without(exact_run, tmp_path):
     """Samples that depend on their batch mates, results taken in order of arrival, and evaluations that draw random numbers
     make every run another one."""
