@@ -61,7 +61,7 @@ class Workload:
 
     def micro_batch(self, limit: int, ranks: int) -> tuple[float, float, float]:
         """Of a learner's largest: tokens that are computed (a group's prompt once), that attention sees, and of responses."""
-        samples = min(self.count / ranks, limit // (self.prompt + self.response))
+        samples = min(self.count / ranks, max(1, limit // (self.prompt + self.response)))  # a longer one is alone
         responses = samples * self.response
         return responses + math.ceil(samples / self.samples) * self.prompt, samples * (self.prompt + self.response), responses
 
@@ -390,11 +390,15 @@ def roots_of(config: Config) -> int:
 
 # The split of GPUs into actors and learners.
 
+def lane_counts(shape: Shape, most: int, per_node: int) -> list[int]:
+    """Tensor parallelisms that divide a node and the model, as parallel.check_lanes asks."""
+    return [tp for tp in range(1, most + 1) if per_node % tp == 0 and shape.heads % tp == 0 and shape.ffn % tp == 0
+            and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)]
+
+
 def placements(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, int, int, int]]:
     """(actor replicas, tp, learner replicas, shards) that use all GPUs; an engine within a node; HSDP shards whole nodes."""
-    for tp in (size for size in range(1, min(gpus - 1, per_node) + 1) if per_node % size == 0):
-        if shape.heads % tp or shape.ffn % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-            continue
+    for tp in lane_counts(shape, min(gpus - 1, per_node), per_node):
         for replicas in range(1, (gpus - 1) // tp + 1):
             learners = gpus - replicas * tp
             for shards in (size for size in range(1, learners + 1) if learners % size == 0):
@@ -404,9 +408,7 @@ def placements(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, in
 
 def colocations(shape: Shape, gpus: int, per_node: int) -> Iterator[tuple[int, int, int, int]]:
     """The same where every GPU is both."""
-    for tp in (size for size in range(1, min(gpus, per_node) + 1) if per_node % size == 0 and gpus % size == 0):
-        if shape.heads % tp or shape.ffn % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-            continue
+    for tp in (size for size in lane_counts(shape, min(gpus, per_node), per_node) if gpus % size == 0):
         for shards in (size for size in range(1, gpus + 1) if gpus % size == 0):
             if shards == gpus or shards % per_node == 0:
                 yield gpus // tp, tp, gpus // shards, shards

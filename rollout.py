@@ -99,7 +99,7 @@ class Worker:
             if not (self.publisher.arrived(version, self.engine.scheduler.idle) and self.engine.scheduler.may_swap):
                 return
             self.publisher.receive(version, self.engine.weights())
-            self.live(version)
+            self._live(version)
             self.coming = None
         self._report({"account": self.ledger.account(), "events": self.ledger.events()})
 
@@ -107,11 +107,11 @@ class Worker:
         """Colocated: the publication of this rank's shards to all engines, its own among them."""
         self.engine.restore()
         seconds = self.publisher.exchange(version, shards, self.engine.weights())
-        self.live(version)
+        self._live(version)
         self._report({})  # the rank has one ledger, which its learner reports
         return seconds
 
-    def live(self, version: int) -> None:
+    def _live(self, version: int) -> None:
         """The weights of `version` have been written and proved."""
         self.engine.publish(version)
         self.ledger.flow("f", version, f"weights to rank {self.publisher.rank}")
