@@ -149,7 +149,7 @@ class Fused:
         self.linear, self.widths = linear, widths
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x).split(self.widths, -1)
+        return self.linear.forward(x).split_with_sizes(self.widths, -1)
 
 
 class LaneEmbedding(nn.Module):

@@ -16,6 +16,7 @@ its batch mates, its slot, preemption, or how many actors there are.
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import math
 import mmap
@@ -261,17 +262,19 @@ class AttendByRows:
     def __init__(self, cache: Tensor, step: tuple[Tensor, Tensor, Tensor], pages: tuple[np.ndarray, np.ndarray, np.ndarray],
                  block_size: int):
         """`step` = (slots_T, cos_T1D, sin_T1D), `pages` = (tables_NB, starts_N1, contexts_N)."""
+        from kernels.row_attention import attend_rows, visits  # imports numba, which only this path needs
         tables_NB, starts_N1, contexts_N = pages
-        self.cache, self.slots, self.rotary = cache, step[0].numpy(), tuple(table[:, 0].numpy() for table in step[1:])
+        self.attend, self.cache, self.step = attend_rows, cache, (step[0].numpy(), *(table[:, 0].numpy() for table in step[1:]))
         counts_N = np.diff(starts_N1)
         short = np.flatnonzero(counts_N <= SHORT)
-        short = short[np.argsort(tables_NB[short, 0], kind="stable")]  # neighbours that share a prefix find it in the caches
+        short = short[np.argsort(tables_NB[short, 0], kind="stable")]  # samples of a prompt become neighbours
         owners_S = np.repeat(short, counts_N[short])
         within_S = np.arange(len(owners_S)) - np.repeat(np.cumsum(counts_N[short]), counts_N[short])  # -S ... -1 of each request
         positions_S = contexts_N[owners_S] + within_S
         work_S, threads = np.cumsum(positions_S + 1), torch.get_num_threads()
         parts_P1 = np.searchsorted(work_S, np.arange(threads + 1) * work_S[-1:].sum() // threads, "right")  # equal work for each
-        self.pages = tables_NB, starts_N1[1:][owners_S] + within_S, owners_S, positions_S, parts_P1, block_size
+        self.rows = starts_N1[1:][owners_S] + within_S, positions_S, block_size
+        self.visits = functools.cache(functools.partial(visits, tables_NB, owners_S, positions_S, parts_P1, block_size))
         self.long, long = None, np.flatnonzero(counts_N > SHORT)
         if len(long):
             chunks = tables_NB[long], np.concatenate([[0], np.cumsum(counts_N[long])]), contexts_N[long]
@@ -279,8 +282,7 @@ class AttendByRows:
             self.long_rows = torch.from_numpy(np.concatenate([np.arange(starts_N1[n], starts_N1[n + 1]) for n in long]))
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        from kernels.row_attention import attend_rows  # imports numba, which only this path needs
-        out = attend_rows((q_THD, k_TKD, v_TKD), self.rotary, self.slots, self.cache[layer], self.pages, window)
+        out = self.attend((q_THD, k_TKD, v_TKD), self.cache[layer], self.step, self.rows, self.visits(window), window)
         if self.long is not None:
             out[self.long_rows] = self.long(q_THD[self.long_rows], *self.cache[layer], window)
         return out

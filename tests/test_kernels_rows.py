@@ -138,3 +138,34 @@ def test_rows_against_the_formula_in_float64(counts, befores, size):
         assert not out[-2:].any(), "rows of no request"
         finite = keys.nan_to_num(1e3), values.nan_to_num(1e3)
         torch.testing.assert_close(out, PagedAttention(pages, size, False, CPU)(q, *finite, window), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_samples_of_a_prompt_visit_its_pages_together(threads, monkeypatch):
+    """A page shared too far, a sibling of another prompt, a family cut by a thread's part or longer than its limit."""
+    pytest.importorskip("numba")
+    from kernels.row_attention import FAMILY
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    size, siblings = 4, [FAMILY + 5, 1, 3, 2]
+    befores = [16 + (5 * n) % 23 for n in range(sum(siblings))]
+    q, keys, values, pages = paged_batch([1] * len(befores), befores, size, (6, 2), torch.nan, 0)
+    tables, leader = pages[0], 0
+    for number, count in enumerate(siblings):
+        tables[leader:leader + count, :3 + number % 2] = tables[leader, :3 + number % 2]  # 3 or 4 full pages of a prompt
+        leader += count
+    tables[:, 0] = tables[0, 0]  # and one of a common instruction
+    cache, slots = torch.stack([keys, values])[None], torch.tensor([tables[n, at // size] * size + at % size
+                                                                    for n, at in enumerate(befores)])
+    still = torch.ones(len(q), 1, 16), torch.zeros(len(q), 1, 16)
+    k, v = (torch.zeros(len(q), 2, 16) for _ in range(2))
+    k[:-2], v[:-2] = cache[0][:, slots]
+    for window in (0, 6):
+        attend = AttendByRows(cache, (slots, *still), pages, size)
+        out = attend(q, k, v, 0, window)
+        torch.testing.assert_close(out.double(), attention_float64(q, keys, values, pages, size, window), atol=2e-5, rtol=0)
+        families, visits, _ = attend.visits(window)
+        spared = sum(-(-(before + 1) // size) for before in befores) - len(visits)
+        if window:
+            assert len(families) - 1 == len(befores)
+        else:  # of FAMILY + 5, 1, 3 and 2 samples, whatever the cuts
+            assert len(families) - 1 <= 5 + threads and spared >= 3 * (FAMILY + 5 - 1 - threads)
