@@ -262,9 +262,11 @@ class AttendByRows:
     def __init__(self, cache: Tensor, step: tuple[Tensor, Tensor, Tensor], pages: tuple[np.ndarray, np.ndarray, np.ndarray],
                  block_size: int):
         """`step` = (slots_T, cos_T1D, sin_T1D), `pages` = (tables_NB, starts_N1, contexts_N)."""
-        from kernels.row_attention import attend_rows, visits  # imports numba, which only this path needs
+        from kernels import row_attention  # imports numba, which only this path needs
         tables_NB, starts_N1, contexts_N = pages
-        self.attend, self.cache, self.step = attend_rows, cache, (step[0].numpy(), *(table[:, 0].numpy() for table in step[1:]))
+        self.attend, self.describe, self.cache = row_attention.attend_rows, row_attention.layout, cache
+        self.step = step[0].numpy(), *(table[:, 0].numpy() for table in step[1:])
+        self.out: Tensor | None = None  # of every layer in turn
         counts_N = np.diff(starts_N1)
         short = np.flatnonzero(counts_N <= SHORT)
         short = short[np.argsort(tables_NB[short, 0], kind="stable")]  # samples of a prompt become neighbours
@@ -274,7 +276,8 @@ class AttendByRows:
         work_S, threads = np.cumsum(positions_S + 1), torch.get_num_threads()
         parts_P1 = np.searchsorted(work_S, np.arange(threads + 1) * work_S[-1:].sum() // threads, "right")  # equal work for each
         self.rows = starts_N1[1:][owners_S] + within_S, positions_S, block_size
-        self.visits = functools.cache(functools.partial(visits, tables_NB, owners_S, positions_S, parts_P1, block_size))
+        ours = tables_NB, owners_S, positions_S, parts_P1, block_size
+        self.visits = functools.cache(functools.partial(row_attention.visits, *ours))
         self.long, long = None, np.flatnonzero(counts_N > SHORT)
         if len(long):
             chunks = tables_NB[long], np.concatenate([[0], np.cumsum(counts_N[long])]), contexts_N[long]
@@ -282,10 +285,13 @@ class AttendByRows:
             self.long_rows = torch.from_numpy(np.concatenate([np.arange(starts_N1[n], starts_N1[n + 1]) for n in long]))
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, window: int) -> Tensor:
-        out = self.attend((q_THD, k_TKD, v_TKD), self.cache[layer], self.step, self.rows, self.visits(window), window)
+        cache_2RKD = self.cache[layer]
+        if self.out is None:  # the same shapes and strides in every layer
+            self.out, self.layout = torch.zeros(q_THD.shape), self.describe((q_THD, k_TKD, v_TKD), cache_2RKD.shape[1])
+        self.attend((q_THD, k_TKD, v_TKD, cache_2RKD, self.out), self.layout, self.step, self.rows, self.visits(window), window)
         if self.long is not None:
-            out[self.long_rows] = self.long(q_THD[self.long_rows], *self.cache[layer], window)
-        return out
+            self.out[self.long_rows] = self.long(q_THD[self.long_rows], *cache_2RKD, window)
+        return self.out
 
 
 class Runner:

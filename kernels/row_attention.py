@@ -25,7 +25,6 @@ import math
 
 import numba
 import numpy as np
-import torch
 from llvmlite.binding import get_host_cpu_features
 from torch import Tensor
 
@@ -181,16 +180,17 @@ def _attend(places, strides, sizes, tile, new, rows, walk, window):
                         _softmax(weights[row + first:row + stop], scale)
 
 
-def attend_rows(new: tuple[Tensor, Tensor, Tensor], cache_2RKD: Tensor, step: tuple, rows: tuple, walk: tuple,
-                window: int) -> Tensor:
-    """Turns q and k of `new` = (q, k, v) in place, writes k and v into the cache, and attends.
+def layout(new: tuple[Tensor, Tensor, Tensor], slots: int) -> tuple:
+    """What `attend_rows` must know of q [T, H, D], k, v [T, K, D] and of a cache of so many slots: it is the same in all layers."""
+    (T, H, D), K = new[0].shape, new[1].shape[1]
+    return tuple(x.stride(0) for x in new), (T, H, K, D, slots), _tile(H // K)
+
+
+def attend_rows(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], layout: tuple, step: tuple, rows: tuple, walk: tuple,
+                window: int) -> None:
+    """`tensors` = (q, k, v, cache [2, R, K, D], o). Turns q and k in place, writes k and v into the cache, and attends into o.
 
     `step` = (slots, cos, sin) of the new rows, `rows` = (rows of q that attend, their positions, block_size), `walk` = `visits` of
-    these. Returns o [T, H, D], zeros in rows that do not attend. fp32; q, k and v may be slices of one fused qkv.
+    these. Rows of o that do not attend stay. fp32; q, k and v may be slices of one fused qkv.
     """
-    (T, H, D), K = new[0].shape, new[1].shape[1]
-    o_THD = torch.empty(T, H, D) if len(rows[0]) == T else torch.zeros(T, H, D)
-    places = tuple(x.data_ptr() for x in (*new, cache_2RKD, o_THD))
-    strides = tuple(x.stride(0) for x in new)
-    _attend(places, strides, (T, H, K, D, cache_2RKD.shape[1]), _tile(H // K), step, rows, walk, window)
-    return o_THD
+    _attend(tuple([x.data_ptr() for x in tensors]), *layout, step, rows, walk, window)
