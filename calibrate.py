@@ -7,18 +7,20 @@
     between     `publish_s`: announce to proof; `sample_s`: a sample's way from tokens to text, grade, payload and back; `beside_s`:
                 what a step costs besides
 
-Every curve comes from the real class, alone, with sequences of the workload's mean lengths, and each point is the lower quartile of
-its repeats: what else runs on the machine only adds, and no run is as lucky as the fastest.
+Every curve comes from the real class, with sequences of the workload's mean lengths, beside a process that waits as the other side
+of a run does. Each point is the lower quartile of its repeats: what else runs on the machine only adds, and no run is as lucky as
+the fastest.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,8 +57,10 @@ def calibrate(config: Config, prompt: int, response: int, file: str) -> str:
     torch.set_num_threads(threads_of(config))
     curves = {"process": psutil.Process().memory_info().rss, "gemm_flops": product_rates(config, shape, device)}
     copy = measure_copy_bandwidth(device)
-    curves |= learner_curves(config, shape, prompt, response, device)  # first: the engine leaves threads and an allocator's setting
-    curves |= engine_curves(config, shape, prompt, response, device)
+    with waiting_side():
+        # The learner first: the engine leaves threads and an allocator's setting.
+        curves |= learner_curves(config, shape, prompt, response, device)
+        curves |= engine_curves(config, shape, prompt, response, device)
     curves |= group_seconds(config, response)
     link = 0.0
     if not on_gpu or torch.cuda.device_count() > 1:
@@ -107,6 +111,30 @@ def usual(work: Callable[[], object]) -> float:
     return low(found[1:])
 
 
+@contextlib.contextmanager
+def waiting_side() -> Iterator[None]:
+    """Beside what is measured, a process that looks for messages every millisecond, as the side of a run that waits does.
+
+    Raises ConfigError if it fails.
+    """
+    with subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE) as process:
+        try:
+            if not process.stdout.readline():
+                raise ConfigError("calibration: the process that waits beside the engine failed; its message stands above")
+            yield
+        finally:
+            process.kill()
+
+
+def look_for_messages() -> None:
+    """What the process of `waiting_side` runs, for as long as its parent lives."""
+    channel, parent = Channel(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 60.0), os.getppid()
+    print("looking", flush=True)
+    while os.getppid() == parent:
+        channel.pop("headers")
+        time.sleep(1e-3)
+
+
 def product_rates(config: Config, shape: Shape, device: torch.device) -> list[tuple[int, float]]:
     """FLOP/s of one layer's products and the head's, by rows."""
     E, F, queries = shape.hidden, shape.ffn, shape.heads * shape.head_dim
@@ -121,40 +149,35 @@ def product_rates(config: Config, shape: Shape, device: torch.device) -> list[tu
 
 
 def engine_curves(config: Config, shape: Shape, prompt: int, response: int, device: torch.device) -> dict:
-    """Steps of the engine with random weights: some requests prefill in one step, then decode for three."""
+    """Steps of the engine with random weights: requests prefill in one step and decode to their end, a response or 8 tokens."""
     engine = Engine(config, shape, shape.vocab, device, Ledger(False))
     for name, weight in engine.weights().items():
         weight.fill_(1) if name.endswith("norm.weight") else weight.normal_(0, shape.init_std)
     engine.connect()
     engine.publish(0)
-    draw, groups = torch.Generator().manual_seed(0), Counter()
+    draw, groups, each = torch.Generator().manual_seed(0), itertools.count(), min(max(2, response), 8)
 
-    def steps(rows: int, length: int) -> list[float]:
-        mine = range(groups["used"], groups["used"] + rows)
-        groups["used"] += rows
-        for group in mine:
-            engine.scheduler.add([Request(group, 0, torch.randint(shape.vocab, (length,), generator=draw).tolist(), 1 << 20)])
-        seconds = []
-        for _ in range(4):
-            start = time.perf_counter()
+    def steps(rows: int, length: int) -> tuple[float, float]:
+        """Of the prefill, and of a decode step, mean: the first describes its batch anew, the last sees all requests off."""
+        for _ in range(rows):
+            engine.scheduler.add([Request(next(groups), 0, torch.randint(shape.vocab, (length,), generator=draw).tolist(), each)])
+        marks = [time.perf_counter()]
+        while engine.scheduler.unfinished:
             engine.step()
-            seconds.append(time.perf_counter() - start)
-        for group in mine:
-            engine.scheduler.abort(group)
-        engine.step()
-        return seconds
+            marks.append(time.perf_counter())
+        return marks[1] - marks[0], (marks[-1] - marks[1]) / (len(marks) - 2)
 
     budget, prefill, decode = config.actor.max_num_batched_tokens, [], []
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     most = min(config.actor.max_num_seqs, -(-samples // config.actor.replicas), max(1, budget // prompt))
     for rows in sorted({1, -(-most // 8), most}):
-        rounds = [steps(rows, prompt) for _ in again(3.0, 3)][1:]
-        prefill.append((rows * prompt, low([each[0] for each in rounds])))
-        decode.append((rows, low([seconds for each in rounds for seconds in each[1:]])))
+        rounds = [steps(rows, prompt) for _ in again(2.0)][1:]
+        prefill.append((rows * prompt, low([first for first, _ in rounds])))
+        decode.append((rows, low([other for _, other in rounds])))
     longer = min(prompt + response + config.rollout.max_new_tokens, config.max_model_len - 8)
     rows = min(most, max(1, budget // max(1, longer)))
-    extra = low([each for _ in again() for each in steps(rows, longer)[1:]]) - along(decode, rows) if longer > prompt else 0.0
-    return {"prefill": prefill, "decode": decode, "decode_context": prompt + 2,
+    extra = low([steps(rows, longer)[1] for _ in again(0.5, 1)]) - along(decode, rows) if longer > prompt else 0.0
+    return {"prefill": prefill, "decode": decode, "decode_context": prompt + each / 2,
             "context_s": max(0.0, extra) / rows / max(1, longer - prompt)}
 
 
@@ -175,7 +198,7 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
             ids = [group // shape.vocab**place % shape.vocab for place in range(prompt)]
             batch.append(Sample([*ids, *[1] * response], prompt, [-1.0] * response, 1.0, 1.0 / count))
         accounts = []
-        for _ in again(3.0):
+        for _ in again(2.0):
             learner.credit(batch)
             ledger.account()
             learner.train_step([batch], 0, ledger)
@@ -242,7 +265,7 @@ def one_of_two(folder: str, rank: int) -> None:
     publisher = Publisher(channel, plan, make_groups(Grid.of(config), plan, device.type, 60.0), config, device)
     dtype = getattr(torch, config.model.dtype) if rank else torch.float32
     tensors, seconds = {name: torch.ones(shape, dtype=dtype, device=device) for name, shape in shapes.items()}, []
-    for version in range(8):
+    for version in range(6):
         dist.barrier()
         start = time.perf_counter()
         if rank:
@@ -270,4 +293,7 @@ def one_of_two(folder: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    one_of_two(sys.argv[1], int(os.environ["RANK"]))
+    if sys.argv[1:]:
+        one_of_two(sys.argv[1], int(os.environ["RANK"]))
+    else:
+        look_for_messages()

@@ -109,7 +109,7 @@ def paged_batch(counts: list[int], befores: list[int], size: int, heads: tuple[i
     return q, keys, values, (tables, starts, contexts)
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param(16, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("counts", "befores"), [
     ([1, 1, 1], [0, 36, 7]), ([1, 5, SHORT], [15, 16, 3]), ([SHORT + 1], [0]), ([1, 2, SHORT, SHORT + 1, 40], [31, 0, 1, 9, 0]),
     ([SHORT + 1, 30, 1, SHORT + 1], [4, 0, 8, 12])], ids=["decode", "short", "one chunk", "mixed", "chunks first"])
