@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Two at a time: a run mostly waits for its own ranks. A file's tests stay together, for what they share.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .venv/installed: requirements.txt
 	@echo "installing into .venv (not part of the training time) ..."
@@ -22,12 +24,12 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: .venv/installed
 	$(BIN)/pip install -q -r requirements-browser.txt
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long or not long"
+	$(PYTEST) -m "long or not long"
 
 smollm2: models/smollm2-135m/config.json
 

@@ -1,7 +1,15 @@
-"""Run a function on several gloo ranks, each its own process, and bring back what it returns (JSON) or how it failed."""
+"""Run a function on several gloo ranks, each a process, and bring back what it returns (JSON) or how it failed; or torchrun.
 
+They are forked from a process that has imported torch, transformers and seventy, and has done nothing with them: a start then takes
+.1 s, not 4. What torchrun starts itself is started as for a user.
+"""
+
+import functools
+import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -11,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOY = {"model": {"path": "configs/toy", "init": "random"}, "data": {"max_prompt_tokens": 8}}
+IMPORTED = ["torch.distributed.run", "torch.distributed.fsdp", "transformers", "train", "ranks"]
 
 
 def free_port() -> int:
@@ -19,34 +28,54 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    return os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+@functools.cache
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """With the environment of now, and tests/conftest.py's one thread."""
+    context, kept = multiprocessing.get_context("forkserver"), os.environ.get("PYTHONPATH")
+    context.set_forkserver_preload(IMPORTED)
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    multiprocessing.forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
+    os.environ |= {"PYTHONPATH": kept} if kept else {}
+    return context
+
+
+def start(function, arguments: tuple, added: dict[str, str], log: Path) -> multiprocessing.process.BaseProcess:
+    """`function` in a process of its own, in ROOT; what it writes goes to two files."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | added
+    process = forkserver().Process(target=_begin, args=(function, arguments, environment, str(log)))
+    process.start()
+    return process
+
+
+def _begin(function, arguments: tuple, environment: dict[str, str], log: str) -> None:
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(ROOT)
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT, 0o600), stream)
+    function(*arguments)
 
 
 def spawn(world: int, target: str, *arguments, timeout_s: float = 120) -> list[dict]:
     """`module:function` on ranks 0...world-1. Each entry: {"exit", "result" (None if it raised), "stderr"}."""
-    port, ranks = free_port(), []
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(world):
-            log = open(Path(folder) / f"{rank}.err", "w")
-            command = [sys.executable, __file__, target, json.dumps(arguments), str(Path(folder) / f"{rank}.json")]
-            ranks.append(subprocess.Popen(command, env=environment(rank, world, port), stderr=log, stdout=log, cwd=ROOT))
-            log.close()
+        files = [Path(folder) / str(rank) for rank in range(world)]
+        ranks = [start(_rank, (target, json.dumps(arguments), f"{file}.json"),
+                       {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port)}, file) for rank, file in enumerate(files)]
         deadline = time.monotonic() + timeout_s
-        try:
-            for process in ranks:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        results = []
-        for rank, process in enumerate(ranks):
-            file = Path(folder) / f"{rank}.json"
-            results.append({"exit": process.returncode, "result": json.loads(file.read_text()) if file.exists() else None,
-                            "stderr": (Path(folder) / f"{rank}.err").read_text()})
-    return results
+        for process in ranks:
+            process.join(max(0.1, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+        for process in ranks:
+            process.kill()
+            process.join()
+        assert not late, f"ranks {late} had not ended after {timeout_s} s: {Path(f'{files[late[0]]}.err').read_text()[-1500:]}"
+        return [{"exit": process.exitcode, "stderr": Path(f"{file}.err").read_text(),
+                 "result": json.loads(out.read_text()) if (out := Path(f"{file}.json")).exists() else None}
+                for process, file in zip(ranks, files, strict=True)]
 
 
 def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> list:
@@ -57,21 +86,7 @@ def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> lis
     return [entry["result"] for entry in done]
 
 
-def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280,
-             restarts: int = 0) -> subprocess.CompletedProcess:
-    """The real command line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port()),
-               "--max-restarts", str(restarts), script, *arguments]
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=os.environ | settings)
-
-
-def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (Path(run_dir) / name).read_text().splitlines()]
-
-
-def main(target: str, arguments: list, out: str) -> None:
-    import importlib
+def _rank(target: str, arguments: str, out: str) -> None:
     from datetime import timedelta
 
     import torch
@@ -79,11 +94,34 @@ def main(target: str, arguments: list, out: str) -> None:
     torch.set_num_threads(1)
     module, name = target.split(":")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    result = getattr(importlib.import_module(module), name)(dist.get_rank(), *arguments)
+    result = getattr(importlib.import_module(module), name)(dist.get_rank(), *json.loads(arguments))
     Path(out).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # as train.py does
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
+def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280,
+             restarts: int = 0) -> subprocess.CompletedProcess:
+    """The real command line, but for the import of the launcher."""
+    command = ["torchrun", "--nproc-per-node", str(world), "--master-port", str(free_port()), "--max-restarts", str(restarts),
+               script, *arguments]
+    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = start(_launch, (command,), settings, log)
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.terminate()  # it ends its ranks
+            process.join(30)
+            raise subprocess.TimeoutExpired(command, timeout_s)
+        out, err = (Path(f"{log}{end}").read_text() for end in (".out", ".err"))
+        return subprocess.CompletedProcess(command, process.exitcode, out, err)
+
+
+def _launch(command: list[str]) -> None:
+    sys.argv = command
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (Path(run_dir) / name).read_text().splitlines()]

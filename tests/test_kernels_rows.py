@@ -154,8 +154,8 @@ def test_samples_of_a_prompt_visit_its_pages_together(threads, monkeypatch):
         tables[leader:leader + count, :3 + number % 2] = tables[leader, :3 + number % 2]  # 3 or 4 full pages of a prompt
         leader += count
     tables[:, 0] = tables[0, 0]  # and one of a common instruction
-    cache, slots = torch.stack([keys, values])[None], torch.tensor([tables[n, at // size] * size + at % size
-                                                                    for n, at in enumerate(befores)])
+    slots = torch.tensor([int(tables[n, at // size]) * size + at % size for n, at in enumerate(befores)])
+    cache = torch.stack([keys, values])[None]
     still = torch.ones(len(q), 1, 16), torch.zeros(len(q), 1, 16)
     k, v = (torch.zeros(len(q), 2, 16) for _ in range(2))
     k[:-2], v[:-2] = cache[0][:, slots]
