@@ -144,13 +144,13 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.norm, self.rotary = RMSNorm(shape.hidden, shape.norm_eps), rope_tables
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         rows = ids_T.shape[0]
         padding = (0, -rows % ROW_PAD)  # the GEMM's bits for 1-3 rows are not those for many
         x_TE, residual_TE = self.embed_tokens(F.pad(ids_T, padding)), None
-        rotary = rope_tables(self.shape, F.pad(positions_T, padding))
+        rotary = self.rotary(self.shape, F.pad(positions_T, padding))
         for layer in self.layers:
             x_TE, residual_TE = layer(x_TE, residual_TE, rotary, attend)
         return self.norm(x_TE, residual_TE)[0][:rows]

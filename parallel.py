@@ -201,7 +201,7 @@ def by_rows(model: nn.Module) -> None:
         layer.mlp.activate = silu_rows
     for layer in model.model.layers[1:]:  # the first one has no residual yet
         layer.input_layernorm.compute = norm_rows
-    model.model.norm.compute = norm_rows
+    model.model.norm.compute, model.model.rotary = norm_rows, lambda shape, positions_T: (None, None)
     for module in model.modules():  # torch looks for them elsewhere first: 250 times a step, none of it in a cache
         vars(module).update(module.named_children())
 

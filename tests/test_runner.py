@@ -22,6 +22,7 @@ from kernels.kv_write import write_kv
 from kernels.paged_attention import paged_attention, paged_attention_torch
 from kernels.rope import rope
 from ledger import Ledger
+from model import rope_tables
 from parallel import EngineLinear
 from runner import Attend, StepBuffers, batch_buckets, keep_freed_memory, pool_blocks, uniforms, working_bytes, zeros_on_demand
 from scheduler import Request, Scheduler
@@ -286,12 +287,15 @@ class Replay:
     def replay(self) -> None:
         runner, step = self.runner, self.step
         attend = Attend(runner.cache, step.slots_T, lambda q, k, v, window: paged_attention(q, k, v, step.pages, window))
-        blocks = [layer.self_attn for layer in runner.model.model.layers]
-        kept = [block.rotate for block in blocks]
+        decoder = runner.model.model
+        blocks = [layer.self_attn for layer in decoder.layers]
+        kept = decoder.rotary, [block.rotate for block in blocks]
+        decoder.rotary = rope_tables
         for block in blocks:  # on a CPU the attention call rotates
             block.rotate = rope
         logits_RV = runner.model.next_logits(step.ids_T, step.positions_T, attend, torch.arange(self.size))
-        for block, rotate in zip(blocks, kept, strict=True):
+        decoder.rotary = kept[0]
+        for block, rotate in zip(blocks, kept[1], strict=True):
             block.rotate = rotate
         runner.logits_RV[:self.size].copy_(logits_RV)
         self.replays.append(self.size)
