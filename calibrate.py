@@ -82,7 +82,7 @@ def threads_of(config: Config) -> int:
     return config.threads or min(max(1, len(os.sched_getaffinity(0)) // busy), 2 if config.exact else 1 << 10)
 
 
-def again(seconds: float = 1.0, least: int = 2) -> Iterator[int]:
+def again(seconds: float, least: int) -> Iterator[int]:
     """Count repeats, for as long as they take `seconds` together: many of what is short, few of what is long.
 
     A pause before each, as a side that waits for the other has it: on shared cores a process that never rests is served last.
@@ -95,8 +95,9 @@ def again(seconds: float = 1.0, least: int = 2) -> Iterator[int]:
 
 
 def low(seconds: list[float]) -> float:
-    """The lower quartile."""
-    return sorted(seconds)[len(seconds) // 4]
+    """The lower quartile of all but the first, which warms up; of one that took long, that one."""
+    rest = sorted(seconds[1:] or seconds)
+    return rest[len(rest) // 4]
 
 
 def usual(work: Callable[[], object]) -> float:
@@ -108,7 +109,7 @@ def usual(work: Callable[[], object]) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
-    return low(found[1:])
+    return low(found)
 
 
 @contextlib.contextmanager
@@ -171,7 +172,7 @@ def engine_curves(config: Config, shape: Shape, prompt: int, response: int, devi
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     most = min(config.actor.max_num_seqs, -(-samples // config.actor.replicas), max(1, budget // prompt))
     for rows in sorted({1, -(-most // 8), most}):
-        rounds = [steps(rows, prompt) for _ in again(2.0)][1:]
+        rounds = [steps(rows, prompt) for _ in again(3.0, 1)]
         prefill.append((rows * prompt, low([first for first, _ in rounds])))
         decode.append((rows, low([other for _, other in rounds])))
     longer = min(prompt + response + config.rollout.max_new_tokens, config.max_model_len - 8)
@@ -198,15 +199,15 @@ def learner_curves(config: Config, shape: Shape, prompt: int, response: int, dev
             ids = [group // shape.vocab**place % shape.vocab for place in range(prompt)]
             batch.append(Sample([*ids, *[1] * response], prompt, [-1.0] * response, 1.0, 1.0 / count))
         accounts = []
-        for _ in again(2.0):
+        for _ in again(2.0, 2):
             learner.credit(batch)
             ledger.account()
             learner.train_step([batch], 0, ledger)
             accounts.append(ledger.account())
         for kind, curve in curves.items():
-            curve.append((count * (prompt + response), low([account[kind] for account in accounts[1:]])))
+            curve.append((count * (prompt + response), low([account[kind] for account in accounts])))
     dist.destroy_process_group()
-    return curves | {"optimizer_s": low([account["optimizer"] for account in accounts[1:]])}
+    return curves | {"optimizer_s": low([account["optimizer"] for account in accounts])}
 
 
 def group_seconds(config: Config, response: int) -> dict:
@@ -276,7 +277,7 @@ def one_of_two(folder: str, rank: int) -> None:
             publisher.announce(version)
             publisher.send(version, tensors)
         seconds.append(time.perf_counter() - start)
-    found: dict = {"publish_s": low(seconds[1:]), "broadcast": []}
+    found: dict = {"publish_s": low(seconds), "broadcast": []}
     for size in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         taken = []
@@ -286,7 +287,7 @@ def one_of_two(folder: str, rank: int) -> None:
             dist.broadcast(buffer, 0)
             dist.barrier()  # until the receiver has it
             taken.append(time.perf_counter() - start)
-        found["broadcast"].append((size, low(taken[1:])))
+        found["broadcast"].append((size, low(taken)))
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
