@@ -166,6 +166,12 @@ class LaneEmbedding(nn.Module):
         return self.lane.sum(F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight).masked_fill_(elsewhere_T[:, None], 0))
 
 
+def packed_backend(dtype: torch.dtype) -> str:
+    """The backend a CPU multiplies `dtype` with: onednn where it can pack it (bf16 needs AVX-512 or AVX-NE-CONVERT), or plain."""
+    packs = torch.backends.mkldnn.is_available() and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return "onednn" if packs else "plain"
+
+
 def for_engine(model: nn.Module, lane: Lane, backend: str) -> None:
     """Swap the linears of a Transformer (on meta) for a lane's. `backend` is plain, onednn or fp8; the head is never fp8."""
     shape: Shape = model.shape

@@ -35,7 +35,7 @@ from kernels.kv_write import write_kv
 from kernels.paged_attention import Pages, paged_attention
 from kernels.sampling import Knobs, sample
 from model import Transformer, parameter_shapes, rope_tables
-from parallel import EngineLinear, Lane, by_rows, for_engine, lane_layout, refresh
+from parallel import EngineLinear, Lane, by_rows, for_engine, lane_layout, packed_backend, refresh
 from scheduler import Request
 from shape import Shape
 from transfer import Layout, same_layout
@@ -306,8 +306,7 @@ class Runner:
         self.by_rows = (not config.exact and device.type == "cpu" and dtype == torch.float32 and shape.head_dim % 16 == 0
                         and importlib.util.find_spec("numba") is not None)
         if not config.exact:
-            packs = device.type == "cpu" and torch.backends.mkldnn.is_available()
-            backend = "fp8" if config.actor.quantization == "fp8" else "onednn" if packs else "plain"
+            backend = "fp8" if config.actor.quantization == "fp8" else packed_backend(dtype) if device.type == "cpu" else "plain"
             with torch.device("meta"):
                 for_engine(model, lane, backend)
             if self.by_rows:

@@ -123,7 +123,7 @@ class Watch:
         if not self._ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is at it
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-            print(line, end="\n" if line else "", file=sys.stderr)
+            sys.stderr.write(f"{line}\n" if line else "")  # in one piece: other processes write here too
             sys.stdout.flush()
             sys.stderr.flush()
         self._tell({"left": status})

@@ -21,7 +21,7 @@ from config import ConfigError
 from kernels.attention import PackedAttention
 from ledger import Ledger
 from model import Transformer, parameter_shapes
-from parallel import EngineLinear, Lane, check_lanes, for_engine, lane_layout, refresh
+from parallel import EngineLinear, Lane, check_lanes, for_engine, lane_layout, packed_backend, refresh
 from runner import uniforms
 from scheduler import Request
 from settings import build, parse
@@ -164,6 +164,25 @@ def linear(size, backend: str, dtype=torch.float32) -> EngineLinear:
     layer.weight.copy_(torch.randn(size, generator=generator) * torch.logspace(-2, 1, size[0])[:, None])
     layer.bias.copy_(torch.randn(size[0], generator=generator))
     return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backend_chosen_for_a_dtype_multiplies_it_on_this_machine(dtype):
+    """A CPU without AVX-512, on which oneDNN refuses to pack bf16: the engine ended at its first publication."""
+    layer = linear((40, 24), packed_backend(dtype), dtype)
+    layer.refresh()
+    x = torch.randn(7, 24).to(dtype)
+    exact, tolerance = x.double() @ layer.weight.double().T + layer.bias, 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(layer(x).double(), exact, atol=tolerance * exact.abs().max().item(), rtol=tolerance)
+
+
+@pytest.mark.parametrize("available,bf16,backends", [
+    (True, True, ["onednn", "onednn"]), (True, False, ["onednn", "plain"]), (False, True, ["plain", "plain"])])
+def test_nothing_is_packed_that_the_cpu_cannot_multiply(monkeypatch, available, bf16, backends):
+    """The same choice on machines that this test does not run on."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
+    assert [packed_backend(dtype) for dtype in (torch.float32, torch.bfloat16)] == backends
 
 
 def test_packed_copy_is_that_of_the_last_refresh():
