@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks, each a process, and bring back what it returns (JSON) or how it failed; or torchrun.
+"""Run a function on several gloo ranks, each a process, and bring back what it returns (JSON) or how it failed; a run of
+train.py on such ranks; or torchrun.
 
 They are forked from a process that has imported torch, transformers and seventy, and has done nothing with them: a start then takes
 .1 s, not 4. What torchrun starts itself is started as for a user.
@@ -57,25 +58,29 @@ def _begin(function, arguments: tuple, environment: dict[str, str], log: str) ->
     function(*arguments)
 
 
+def _all_ranks(world: int, folder: str, function, arguments: tuple, timeout_s: float) -> list[int]:
+    """`function` on ranks 0...world-1; exit statuses. Rank r writes to folder/r.out and folder/r.err."""
+    shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(function, arguments, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, Path(folder) / str(rank))
+             for rank in range(world)]
+    deadline = time.monotonic() + timeout_s
+    for process in ranks:
+        process.join(max(0.1, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert not late, f"ranks {late} had not ended after {timeout_s} s: {Path(folder, f'{late[0]}.err').read_text()[-1500:]}"
+    return [process.exitcode for process in ranks]
+
+
 def spawn(world: int, target: str, *arguments, timeout_s: float = 120) -> list[dict]:
     """`module:function` on ranks 0...world-1. Each entry: {"exit", "result" (None if it raised), "stderr"}."""
-    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(rank) for rank in range(world)]
-        ranks = [start(_rank, (target, json.dumps(arguments), f"{file}.json"),
-                       {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port)}, file) for rank, file in enumerate(files)]
-        deadline = time.monotonic() + timeout_s
-        for process in ranks:
-            process.join(max(0.1, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-        for process in ranks:
-            process.kill()
-            process.join()
-        assert not late, f"ranks {late} had not ended after {timeout_s} s: {Path(f'{files[late[0]]}.err').read_text()[-1500:]}"
-        return [{"exit": process.exitcode, "stderr": Path(f"{file}.err").read_text(),
-                 "result": json.loads(out.read_text()) if (out := Path(f"{file}.json")).exists() else None}
-                for process, file in zip(ranks, files, strict=True)]
+        exits = _all_ranks(world, folder, _rank, (target, json.dumps(arguments), folder), timeout_s)
+        return [{"exit": status, "stderr": Path(folder, f"{rank}.err").read_text(),
+                 "result": json.loads(out.read_text()) if (out := Path(folder, f"{rank}.json")).exists() else None}
+                for rank, status in enumerate(exits)]
 
 
 def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> list:
@@ -86,7 +91,7 @@ def spawn_ok(world: int, target: str, *arguments, timeout_s: float = 120) -> lis
     return [entry["result"] for entry in done]
 
 
-def _rank(target: str, arguments: str, out: str) -> None:
+def _rank(target: str, arguments: str, folder: str) -> None:
     from datetime import timedelta
 
     import torch
@@ -95,9 +100,25 @@ def _rank(target: str, arguments: str, out: str) -> None:
     module, name = target.split(":")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     result = getattr(importlib.import_module(module), name)(dist.get_rank(), *json.loads(arguments))
-    Path(out).write_text(json.dumps(result))
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # as train.py does
+
+
+def job(world: int, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess:
+    """A run of train.py on forked ranks, for tests of what a run does, not of how torchrun starts and ends one."""
+    with tempfile.TemporaryDirectory() as folder:
+        exits = _all_ranks(world, folder, _train, (list(arguments),), timeout_s)
+        out, err = ("".join(Path(folder, f"{rank}.{end}").read_text() for rank in range(world)) for end in ("out", "err"))
+        return subprocess.CompletedProcess(arguments, max(map(abs, exits)), out, err)
+
+
+def _train(arguments: list[str]) -> None:
+    import train
+    status = train.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def torchrun(world: int, *arguments: str, script: str = "train.py", timeout_s: float = 280,

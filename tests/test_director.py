@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import rows, torchrun
+from ranks import job, rows
 
 from config import Config
 from data import Prompt
@@ -129,10 +129,10 @@ def test_groups_without_variance_are_replaced_in_their_step(varied, batch, resam
 
 
 def test_a_run_replaces_groups_and_counts_them(tmp_path):
-    """By torchrun: rows of metrics.jsonl say how many were replaced, and what trained had variance."""
-    done = torchrun(3, "configs/toy.yaml", f"run_dir={tmp_path / 'run'}", "steps=3", "eval.every=0", "log.trackers=[]",
-                    "actor.replicas=2", "algorithm.name=dapo", "reward.functions=[tests/parity.py:odd_start]",
-                    "rollout.prompts_per_step=6", "rollout.samples_per_prompt=8", "log.samples_per_step=48")
+    """Rows of metrics.jsonl say how many were replaced, and what trained had variance."""
+    done = job(3, "configs/toy.yaml", f"run_dir={tmp_path / 'run'}", "steps=3", "eval.every=0", "log.trackers=[]",
+               "actor.replicas=2", "algorithm.name=dapo", "reward.functions=[tests/parity.py:odd_start]",
+               "rollout.prompts_per_step=6", "rollout.samples_per_prompt=8", "log.samples_per_step=48")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     metrics = rows(tmp_path / "run")
     assert sum(row["filtered"] for row in metrics) >= 3 and {row["zero_variance"] for row in metrics} == {0.0}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import naive, prompt_of, run, write
-from ranks import ROOT, rows, spawn_ok, torchrun
+from ranks import ROOT, job, rows, spawn_ok, torchrun
 from tiny import FAMILIES, hf_config, randomise
 from transformers import AutoModelForCausalLM
 
@@ -357,7 +357,7 @@ SHORT = ("steps=3", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8"
 
 
 def trained(world: int, run_dir, *overrides: str) -> tuple[list[dict], list[dict]]:
-    done = torchrun(world, "configs/toy.yaml", f"run_dir={run_dir}", *SHORT, *overrides)
+    done = job(world, "configs/toy.yaml", f"run_dir={run_dir}", *SHORT, *overrides)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return rows(run_dir), rows(run_dir, "eval.jsonl")
 

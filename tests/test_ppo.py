@@ -22,7 +22,7 @@ from learners import (
     split,
     toy,
 )
-from ranks import ROOT, rows, spawn_ok, torchrun
+from ranks import ROOT, job, rows, spawn_ok
 from safetensors.torch import load_file, save_file
 from tiny import randomise
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
@@ -439,11 +439,11 @@ def test_folders_that_cannot_serve_are_refused(section, scorers, tmp_path):
 
 def test_a_run_with_four_models(scorers, tmp_path):
     """PPO on two learner ranks with critic, reference and reward model of their own, two epochs of two minibatches."""
-    done = torchrun(3, "configs/toy.yaml", f"run_dir={tmp_path / 'run'}", "steps=3", "eval.every=0", "log.trackers=[]",
-                    "log.samples_per_step=8", "learner.shards=2", "algorithm.name=ppo", "algorithm.old_logprobs=learner",
-                    f"critic.path={scorers['critic']}", f"reward_model.path={scorers['reward_model']}", "reward_model.weight=0.5",
-                    "learner.epochs=2", "learner.minibatches=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
-                    "learner.max_tokens_per_micro_batch=60")
+    done = job(3, "configs/toy.yaml", f"run_dir={tmp_path / 'run'}", "steps=3", "eval.every=0", "log.trackers=[]",
+               "log.samples_per_step=8", "learner.shards=2", "algorithm.name=ppo", "algorithm.old_logprobs=learner",
+               f"critic.path={scorers['critic']}", f"reward_model.path={scorers['reward_model']}", "reward_model.weight=0.5",
+               "learner.epochs=2", "learner.minibatches=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+               "learner.max_tokens_per_micro_batch=60")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     metrics = rows(tmp_path / "run")
     for row in metrics:

@@ -20,7 +20,7 @@ from learners import (
     split,
     toy,
 )
-from ranks import ROOT, rows, spawn_ok, torchrun
+from ranks import ROOT, job, rows, spawn_ok
 from safetensors.torch import load_file, save_file
 from test_data import ASSISTANT, END, EOS, HELLO, MESSAGES, TEMPLATE, WORLD, tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
@@ -242,13 +242,13 @@ def write_pairs(path: Path, number: int, seed: int) -> str:
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.long)])
 def test_pairs_are_learned_without_actors(name, tmp_path):
-    """torchrun on two shards: held-out accuracy rises, the best and the last version are saved, and every step is written down."""
+    """On two shards held-out accuracy rises, the best and the last version are saved, and every step is written down."""
     run = tmp_path / "run"
-    done = torchrun(2, f"run_dir={run}", "model.init=random", f"algorithm.name={name}", "steps=16", "learner.shards=2", "threads=1",
-                    f"data.path={write_pairs(tmp_path / 'train.jsonl', 200, 0)}", "rollout.prompts_per_step=16",
-                    f"data.eval_path={write_pairs(tmp_path / 'eval.jsonl', 40, 1)}", "eval.every=8", "eval.keep_best=true",
-                    "learner.lr=5e-3", "learner.minibatches=2", "learner.max_tokens_per_micro_batch=100", "export.every=10",
-                    "data.max_prompt_tokens=8", "learner.activation_checkpointing=selective", "learner.reduce=step")
+    done = job(2, f"run_dir={run}", "model.init=random", f"algorithm.name={name}", "steps=16", "learner.shards=2", "threads=1",
+               f"data.path={write_pairs(tmp_path / 'train.jsonl', 200, 0)}", "rollout.prompts_per_step=16",
+               f"data.eval_path={write_pairs(tmp_path / 'eval.jsonl', 40, 1)}", "eval.every=8", "eval.keep_best=true",
+               "learner.lr=5e-3", "learner.minibatches=2", "learner.max_tokens_per_micro_batch=100", "export.every=10",
+               "data.max_prompt_tokens=8", "learner.activation_checkpointing=selective", "learner.reduce=step")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     judged, metrics = rows(run, "eval.jsonl"), rows(run)
     assert [row["version"] for row in judged] == [0, 8, 16] and {row["pairs"] for row in judged} == {40}

@@ -1,6 +1,6 @@
 """Going on after a death: a resumed run is the run that nobody killed, and what was saved is whole or not there.
 
-Runs are the real command line, killed by tests/die.py; pieces are tested on ranks of their own, or alone.
+Runs that die are torchrun's, killed by tests/die.py; pieces are tested on ranks of their own, or alone.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import rows, spawn, spawn_ok, torchrun
+from ranks import job, rows, spawn, spawn_ok, torchrun
 from test_run import without_clocks
 
 from config import ConfigError
@@ -35,6 +35,8 @@ KILL, SAVE, PAUSE = 9, 10, 28  # SIGKILL, SIGUSR1, and SIGWINCH, which does noth
 
 def start(world: int, run_dir: Path, *overrides: str, die: list = (), restarts: int = 0, **keywords):
     """One start of a small toy run; `die` has one list of [rank, place, count, signal] an attempt."""
+    if not die:
+        return job(world, *SMALL, f"run_dir={run_dir}", *overrides, **keywords)
     environment = dict(os.environ)
     os.environ["DIE"] = json.dumps([die] if die and isinstance(die[0][0], int) else list(die))
     try:

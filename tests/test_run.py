@@ -1,4 +1,4 @@
-"""The whole pipeline by its real command line: torchrun, actors and learners as processes, publication and proof in the loop."""
+"""The whole pipeline: actors and learners as processes, publication and proof in the loop; by torchrun once of each kind."""
 
 import json
 import subprocess
@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, rows, torchrun
+from ranks import ROOT, job, rows, torchrun
 
 TOY = "configs/toy.yaml"
 SHORT = ("steps=20", "eval.every=0", "exact=true", "log.trackers=[]")
 
 
-def train(run_dir: Path, world: int, *overrides: str) -> list[dict]:
-    done = torchrun(world, TOY, f"run_dir={run_dir}", *overrides)
+def train(run_dir: Path, world: int, *overrides: str, by=job) -> list[dict]:
+    done = by(world, TOY, f"run_dir={run_dir}", *overrides)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return rows(run_dir)
 
@@ -27,7 +27,7 @@ def without_clocks(metrics: list[dict]) -> list[dict]:
 @pytest.fixture(scope="module")
 def exact_run(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("exact")
-    train(run_dir, 2, *SHORT)
+    train(run_dir, 2, *SHORT, by=torchrun)
     return run_dir
 
 

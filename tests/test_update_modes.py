@@ -12,7 +12,7 @@ import torch
 from engines import add, build, finish, key, load, naive, next_logp, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import rows, torchrun
+from ranks import job, rows
 from test_scheduler import ADD, POOLS, STOP, Rig
 from tiny import FAMILIES, randomise
 
@@ -218,7 +218,7 @@ LONG = pytest.mark.long
 
 
 def train(run_dir, world: int, *overrides: str) -> list[dict]:
-    done = torchrun(world, "configs/toy.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
+    done = job(world, "configs/toy.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return rows(run_dir)
 
